@@ -34,7 +34,7 @@ from .commands import (
     warm,
 )
 from .errors import InvalidParameter, RoundedWarning
-from .output import printable
+from .output import printable_lines
 
 
 class Parser(argparse.ArgumentParser):
@@ -217,7 +217,7 @@ def _run(parser: Callable[[], argparse.ArgumentParser], argv: Sequence[str] | No
 
 def _print_error(message: str) -> None:
     # Parts of a message may come from a file.
-    print("kvpack: " + "\n".join(map(printable, message.split("\n"))), file=sys.stderr)
+    print(f"kvpack: {printable_lines(message)}", file=sys.stderr)
 
 
 def _show_warning(show: Callable[..., None], message: Warning | str, category: type[Warning], *place: Any) -> None:

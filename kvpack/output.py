@@ -41,7 +41,7 @@ def print_report(report: dict[str, Any], show: Callable[[dict[str, Any]], None] 
     if arguments.json:
         print_json(report)
     elif isinstance(show, str):
-        print(show)
+        print(printable_lines(show))
     else:
         show(report)
     return 0
@@ -147,6 +147,11 @@ def bytes_text(count: int) -> str:
 def format_count(count: int, noun: str, plural: str = "") -> str:
     """Return ``count`` with thousands separators, followed by ``noun``, or by ``plural`` (default: ``noun`` + s) unless ``count`` is 1."""
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def printable_lines(text: str) -> str:
+    """Escape the control characters in ``text`` as ``printable`` does, except line feeds."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def printable(text: str) -> str:

@@ -176,7 +176,7 @@ class Recipe:
             object.__setattr__(self, "_written", self._text_with_basis_digest())
         for side in SIDES:
             if not any(side in rule.sides and rule.items is None for rule in self.rules):
-                remedy = f"add {side}=<codec> or kv=<codec>; presets are {', '.join(PRESETS)}"
+                remedy = f"add {side}=<codec> or kv=<codec>, or use a preset, such as kvpack-4 (kvpack recipes lists them)"
                 raise InvalidParameter(f"recipe {self._written!r} has no codec for {'keys' if side == 'k' else 'values'}: {remedy}")
         window = self.window
         self._check_order()

@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("unpack", help="decode to a safetensors file", description="Decode a file to dense K and V.")
     parser.add_argument("input", metavar="FILE")
     parser.add_argument("output", metavar="OUT.safetensors")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="dtype of the tensors written (default: bf16)")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="dtype of the tensors (default: their stored dtype, or bf16 if packed)")
     add_force(parser)
     add_json(parser)
     add_basis(parser)
@@ -69,16 +69,18 @@ def unpack(arguments: argparse.Namespace) -> int:
     """Decode all layers and write the dense file."""
     import kvpack
     from kvpack.cache import tensor_files
+    from kvpack.coding.encoding import RAW_NAMES
     from kvpack.file.atomic import write_file
 
     check_output(arguments, arguments.output, arguments.input, arguments.basis)
     # Read a copy, because truncating a mapped file would kill this process.
     cache = kvpack.load(arguments.input, copy=True, basis=arguments.basis)
     with progress("decode") as callback:
-        tensors = _dense_tensors(cache, arguments.dtype, callback)
+        tensors = _dense_tensors(cache, arguments, callback)
     with progress("write") as callback:
         size = write_file(arguments.output, tensor_files.pieces(tensors, _dense_metadata(cache)), progress=callback)
-    report = {"file": arguments.output, "bytes": size, "dtype": arguments.dtype, "layers": len(cache), "tokens": cache.tokens}
+    dtypes = {RAW_NAMES[tensor.dtype] for name, tensor in tensors.items() if name.endswith((".k", ".v"))}
+    report = {"file": arguments.output, "bytes": size, "dtype": " and ".join(sorted(dtypes)), "layers": len(cache), "tokens": cache.tokens}
     return print_report(report, f"{arguments.output}: {size:,} bytes", arguments)
 
 
@@ -100,14 +102,17 @@ def pack(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _dense_tensors(cache: Cache, dtype: str, callback: Progress | None) -> dict[str, torch.Tensor]:
+def _dense_tensors(cache: Cache, arguments: argparse.Namespace, callback: Progress | None) -> dict[str, torch.Tensor]:
+    """Return the tensors of the dense file by name. Raises OutOfRange if a value does not fit in ``--dtype``."""
     import torch
 
-    from kvpack.coding.encoding import RAW_DTYPES
+    from kvpack.integrations.exported_values import export_values
 
     tensors = {}
     for number, layer in enumerate(cache):
-        tensors.update({f"{number}.{name}": side.unpack(RAW_DTYPES[dtype]) for name, side in layer.sides.items()})
+        for name, side in layer.sides.items():
+            dtype = arguments.dtype or side.codec.exact_dtype or "bf16"
+            tensors[f"{number}.{name}"] = export_values(f"{arguments.input}: {number}.{name}", side, dtype, "a dense file")
         tensors.update({f"{number}.state.{name}": state for name, state in layer.states.items()})
         if callback:
             callback(number + 1, len(cache))

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(summary: dict[str, Any]) -> None:
-    print(f"{summary['file']}: kvpack format {summary['format']}, {summary['bytes']:,} bytes")
+    print(f"{printable(str(summary['file']))}: kvpack format {summary['format']}, {summary['bytes']:,} bytes")
     print(f"{summary['values']:,} values, {summary['bits_per_value']:.3f} bits per value (nominal {summary['nominal_bits']:.3f})")
     if summary["is_basis"]:
         print(f"a basis, which caches refer to by its SHA-256, {summary['sha256']}")

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from kvpack.errors import KvpackError, worst_exit_code
-from kvpack.output import add_json, format_count, print_json, progress
+from kvpack.output import add_json, format_count, print_json, printable_lines, progress
 
 from .convert import add_basis
 
@@ -49,10 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
         except KvpackError as error:
             codes.append(error.exit_code)
             results.append({"file": path, "ok": False, "error": type(error).__name__, "message": str(error)})
-            print(f"kvpack: {error}", file=sys.stderr)
+            print(f"kvpack: {printable_lines(str(error))}", file=sys.stderr)
             continue
         if not arguments.json:
-            print(line)
+            print(printable_lines(line))
     for folder in folders:
         results.append(_remove_unfinished(folder, arguments))
     if arguments.json:
@@ -67,8 +67,8 @@ def _remove_unfinished(folder: str, arguments: argparse.Namespace) -> dict[str, 
     removed, remaining = remove_dead(folder)
     if not arguments.json:
         for path in removed:
-            print(f"{path}: removed, because its writer was killed")
+            print(printable_lines(f"{path}: removed, because its writer was killed"))
         for path in remaining:
-            print(f"{path}: kept, because a process may be writing it; if none is, delete it yourself")
-        print(f"{folder}: {format_count(len(removed), 'unfinished file')} removed")
+            print(printable_lines(f"{path}: kept, because a process may be writing it; if none is, delete it yourself"))
+        print(f"{printable_lines(folder)}: {format_count(len(removed), 'unfinished file')} removed")
     return {"folder": folder, "removed": removed, "kept": remaining}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpack.errors import InvalidParameter, MissingFile
-from kvpack.output import add_json, print_report, printable
+from kvpack.output import add_json, print_report
 
 ADDRESS = "127.0.0.1"
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -61,7 +61,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(KeyboardInterrupt), Viewer(arguments.file, arguments.port) as viewer:
-        text = f"{printable(arguments.file)}: open {viewer.url}\nCtrl-C ends the server."
+        text = f"{arguments.file}: open {viewer.url}\nCtrl-C ends the server."
         print_report({"file": arguments.file, "url": viewer.url}, text, arguments)
         sys.stdout.flush()
         if arguments.open:

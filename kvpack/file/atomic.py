@@ -391,4 +391,4 @@ def _write_error(where: str, error: OSError) -> WriteFailed:
 
 
 def _error_reason(target: str, error: OSError) -> str:
-    return f"{target}: could not be written: {error.strerror or error}"
+    return f"{target or repr(target)}: could not be written: {error.strerror or error}"

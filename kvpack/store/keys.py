@@ -52,7 +52,8 @@ def token_bytes(token_ids: Any) -> bytes:
         raise InvalidParameter(f"token_ids is a {type(token_ids).__name__}, expected an array of integers: {error}") from None
     if ids.ndim == 2 and ids.shape[0] == 1:
         ids = ids[0]
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+    # An empty list or tensor has a floating-point dtype by default.
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise InvalidParameter(f"token_ids is {ids.dtype} {list(ids.shape)}, expected integers [token] or [1, token]")
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) <= _MAX_ID:
         raise InvalidParameter(f"token_ids ranges from {ids.min()} to {ids.max()}, expected integers from 0 to {_MAX_ID}")

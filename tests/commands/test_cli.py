@@ -572,6 +572,37 @@ def test_unpack_and_pack_restore_the_cache(dtype: str, file: Path, tmp_path: Pat
     assert all(torch.equal(a, b) for a, b in zip(unpack_all(again), [x.float() for x in tensors.values()], strict=True))
 
 
+def test_unpack_keeps_every_value_that_the_file_stores_exactly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    k, v = torch.randn(1, 2, 50, 64, generator=torch.Generator().manual_seed(0)), torch.randn(1, 2, 50, 64).half()
+    kvpack.save(kvpack.pack([(k, v)], "raw"), tmp_path / "exact")
+    assert run_json(capsys, "unpack", tmp_path / "exact", tmp_path / "dense")["dtype"] == "fp16 and fp32"
+    tensors = load_file(tmp_path / "dense")
+    assert torch.equal(tensors["0.k"], k)
+    assert torch.equal(tensors["0.v"], v)
+
+
+def test_unpack_refuses_values_beyond_the_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    k = torch.full((1, 1, 5, 64), 1e6)
+    kvpack.save(kvpack.pack([(k, k)], "raw"), tmp_path / "file")
+    assert run("unpack", tmp_path / "file", tmp_path / "dense", "--dtype", "fp16") == 2
+    assert "0.k: a value is too large for fp16: use bf16 or fp32" in capsys.readouterr().err
+    assert not (tmp_path / "dense").exists()
+
+
+@pytest.mark.parametrize("words", [["inspect"], ["inspect", "GOOD"], ["verify", "--clean"], ["convert", "OUT", "raw", "--force"]])
+def test_control_characters_in_a_path_are_escaped(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    k = torch.zeros(1, 1, 2, 64)
+    for name in ("\x1b[31m", "good"):
+        kvpack.save(kvpack.pack([(k, k)], "raw"), tmp_path / name)
+    command, *others = ({"GOOD": tmp_path / "good", "OUT": tmp_path / "\x1b[32m"}.get(word, word) for word in words)
+    assert run(command, tmp_path / "\x1b[31m", *others) == 0
+    assert run(command, tmp_path / "\x1b[33m", *others) == 3
+    printed = capsys.readouterr()
+    assert "\x1b" not in printed.out + printed.err
+    assert "\\x1b[3" in printed.out
+    assert "\\x1b[33m: could not be opened" in printed.err
+
+
 def test_one_sided_layers_are_packed(tmp_path: Path) -> None:
     plain, packed = tmp_path / "dense.safetensors", tmp_path / "packed.kvpack"
     save_file({"0.k": torch.randn(1, 2, 5, 64), "1.v": torch.randn(1, 2, 5, 32)}, plain)

@@ -63,6 +63,11 @@ def test_a_save_completes_while_another_one_cleans_the_folder(tmp_path: Path, mo
     assert (os.listdir(tmp_path), mode(tmp_path / "a"), (tmp_path / "a").read_bytes()) == (["a"], 0o644, b"new bytes")
 
 
+def test_an_empty_path_is_named() -> None:
+    with pytest.raises(WriteFailed, match=r"^'': could not be written"):
+        write_file("", DATA)
+
+
 @pytest.mark.parametrize("old", [0o600, 0o664, 0o640, 0o755])
 def test_an_old_file_keeps_its_mode(old: int, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"old")

@@ -77,6 +77,8 @@ def test_the_longest_stored_prefix_is_found(tmp_path: Path) -> None:
     other = [*ids[: 2 * CHUNK], 7, *ids[2 * CHUNK + 1 :]]
     assert store.match(other) == 2 * CHUNK
     assert store.match([7, *ids[1:]]) == 0
+    for empty in ([], range(0), torch.tensor([]), torch.empty(1, 0)):
+        assert store.match(empty) == store.load(empty)[0] == 0
 
 
 def test_prompts_share_their_common_prefix(tmp_path: Path) -> None:

@@ -426,8 +426,13 @@ def run_import(arguments: argparse.Namespace) -> int:
     from kvpack.store.transfer import chunk_at, read_exported
 
     exported = read_exported(arguments.input, arguments.tokens, arguments.tenant, arguments.basis)
+    identity = exported.identity
+    if not identity.model and not identity.weights:
+        raise InvalidParameter(
+            f"{arguments.input} names no model, so no process could find its prefix, or one with another model could: pass model= to "
+            "kvpack.pack or KvpackCache when you compute the cache"
+        )
     if not arguments.trust_names:
-        identity = exported.identity
         source = f"of the model {identity.model!r}, weights {identity.weights!r}, adapter {identity.adapter!r}"
         raise InvalidParameter(
             f"{arguments.input} claims to contain the keys and values of {len(exported.ids):,} token ids {source}, which cannot be "

@@ -212,8 +212,8 @@ def _check_writable(where: str, target: str) -> None:
     writable = status.st_mode & 0o222 and os.access(target, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
     if stat.S_ISREG(status.st_mode) and not writable:
         raise WriteFailed(
-            f"{where}: could not be written, because the file is read-only (mode {stat.S_IMODE(status.st_mode):04o}): "
-            "make it writable with chmod u+w, or write to another path",
+            f"{where}: could not be written, because the file is read-only for this user (mode {stat.S_IMODE(status.st_mode):04o}, owner "
+            f"{status.st_uid}): make it writable with chmod, or write to another path",
             filename=where,
             number=errno.EACCES,
         )

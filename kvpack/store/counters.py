@@ -73,9 +73,12 @@ class Counters:
         self._lock = Lock()
 
     def add(self, name: str, amount: int = 1) -> None:
-        """Add ``amount`` to the counter ``name``, one of ``NAMES``."""
+        """Add ``amount`` to the counter ``name``, one of ``NAMES``. The store's first refused chunks are also logged."""
         with self._lock:
             self._counts[name] += amount
+            first = self._counts[name] == amount > 0
+        if first and name == "refused_chunks" and self._parent is None:
+            log.warning("%s Pass a larger max_bytes=, or unpin entries (logged once; refused_chunks counts them)", NAMES[name])
 
     @contextmanager
     def time_operation(self, operation: str) -> Iterator[None]:

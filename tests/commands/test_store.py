@@ -177,11 +177,19 @@ def test_import_continues_chunks_in_the_store(
 
 def test_import_of_less_than_a_chunk_explains_why_nothing_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, ids = tmp_path / "short.kvpack", prompt(1)[: CHUNK - 1]
-    kvpack.save(kvpack.pack(cache(len(ids)).unpack(), "kivi-2", inputs=kvpack.Inputs(token_bytes(ids))), path)
+    kvpack.save(kvpack.pack(cache(len(ids)).unpack(), "kivi-2", model="m", inputs=kvpack.Inputs(token_bytes(ids))), path)
     run("import", tmp_path / "store", path, "--chunk", CHUNK, "--trust-names")
     printed = capsys.readouterr()
     assert f"0 of {len(ids)} tokens stored" in printed.out
     assert f"note: {path} has {len(ids)} tokens: a store keeps only whole chunks, here of {CHUNK} tokens (--chunk)" in printed.err
+
+
+def test_import_refuses_a_file_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, ids = tmp_path / "nameless.kvpack", prompt(2)
+    kvpack.save(kvpack.pack(cache(len(ids)).unpack(), "kivi-2", inputs=kvpack.Inputs(token_bytes(ids))), path)
+    run("import", tmp_path / "store", path, "--chunk", CHUNK, "--trust-names", code=2)
+    assert f"{path} names no model" in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
 
 
 def test_token_ids_stored_in_several_features_are_read(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_a_read_only_file_is_refused(through_link: bool, tmp_path: Path) -> None
     (tmp_path / "a").chmod(0o444)
     (tmp_path / "link").symlink_to("a")
     path = tmp_path / ("link" if through_link else "a")
-    with pytest.raises(OSError, match=r"read-only \(mode 0444\): make it writable with chmod u\+w") as caught:
+    with pytest.raises(OSError, match=r"read-only for this user \(mode 0444, owner \d+\): make it writable with chmod") as caught:
         write_file(path, DATA)
     assert isinstance(caught.value, WriteFailed)
     assert (caught.value.errno, caught.value.filename, caught.value.exit_code) == (errno.EACCES, str(path), 3)

@@ -95,6 +95,16 @@ def test_the_budget_holds_at_all_times(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.scenario
+@pytest.mark.parametrize("kind", ["folder", "memory"])
+def test_a_budget_without_room_is_logged_once(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = open_store(tmp_path if kind == "folder" else "memory://", max_bytes=1000)
+    for _ in range(2):
+        assert store.save(prompt(2), cache(len(prompt(2)))) == 0
+    (record,) = caplog.records
+    assert "protected entries fill the budget" in record.getMessage()
+    assert "Pass a larger max_bytes=" in record.getMessage()
+
+
 def test_reserving_too_late_violates_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eviction.Reservation, "acquire", lambda self, descriptor: None)
 

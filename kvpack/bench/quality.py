@@ -260,7 +260,7 @@ def _choose_sizes(settings: Settings, text: Text, long_text: Text, max_positions
     count = min(DEFAULT_NEEDLES, prompts) if settings.needles is None else settings.needles
     check_size("--score", scored_tokens, 1, tokens - 1, f"in a window of {tokens} tokens")
     check_size("--windows", windows, 1, room, f"(the number of {tokens}-token windows in {text.name}): {LONGER_TEXT}")
-    check_size("--step", settings.step, 1, tokens, f"in a window of {tokens} tokens")
+    check_size("--step", settings.step, 1, tokens, f"in a window of {tokens} tokens: pass a longer text or another --step")
     longest = max(lengths, default=needles.LENGTHS[0])
     sized = f"with windows of {_MIN_BYTES} tokens or more" if long_text.is_byte_level else f"of {longest:,} tokens"
     check_size("--needles", count, 0, prompts, f"prompts in {long_text.name}, {sized}")

@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         check_output(arguments, arguments.output, arguments.file, arguments.basis)
     prompt = read_prompt("-") if arguments.prompt == "-" else arguments.prompt
-    name = arguments.model or hub_name(arguments.file)
+    name = model_name(arguments.file, arguments.model)
     model, tokenizer = load_chat_model(name, arguments)
     chat = Chat.load(arguments.file, model, tokenizer, basis=arguments.basis)
     torch.manual_seed(arguments.seed)
@@ -92,15 +92,18 @@ def _generate_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return options | ({"do_sample": True, "temperature": arguments.temperature} if arguments.temperature else {"do_sample": False})
 
 
-def hub_name(path: str) -> str:
-    """Return the hub name of the model recorded in the file at ``path``. Raises InvalidParameter unless the name has an owner.
+def model_name(path: str, model: str | None) -> str:
+    """Return ``model``, or the hub name recorded in the file at ``path``. Raises InvalidParameter unless that name has an owner.
 
-    A name without an owner may be the name of a local folder, and another model on the hub may have the same name.
+    A name without an owner may be the name of a local folder, and another model on the hub may have the same name. A file that is not valid
+    is refused before a model is loaded.
     """
     from kvpack.file.container import open_file
 
     with open_file(path) as file:
         name = file.header.model.get("name", "")
+    if model:
+        return model
     if "/" not in name.strip("/."):
         fault = f"names the model {name!r:.80}, which is not a hub name" if name else "names no model"
         raise InvalidParameter(f"{path}: {fault}: pass --model with the folder or the hub name of the model that made the file")

@@ -306,9 +306,19 @@ def test_unknown_words_in_a_recipe_are_reported(recipe: str, file: Path, tmp_pat
 
 
 def test_an_unwritable_folder_is_reported(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["convert", file, tmp_path / "no" / "out", "kivi-4"], ["unpack", file, tmp_path / "no" / "out"]):
-        assert run(*words) == 3
-        assert capsys.readouterr().err == f"kvpack: {tmp_path}/no/out: could not be written: No such file or directory\n"
+    # The output is checked before a model is loaded.
+    cache = ["cache", "--model", "no/model", "--prompt-file", file, "--out"]
+    for output, reason in ((tmp_path / "no" / "out", "No such file or directory"), (tmp_path, "Is a directory")):
+        for words in (["convert", file, output, "kivi-4"], ["unpack", file, output], [*cache, output]):
+            assert run(*words) == 3
+            assert capsys.readouterr().err == f"kvpack: {output}: could not be written: {reason}\n"
+
+
+def test_generate_refuses_a_file_before_it_loads_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "notes.txt"
+    text.write_text("notes", encoding="utf-8")
+    assert run("generate", text, "--prompt", "Hello", "--model", "no/model") == 1
+    assert f"{text}: is only 5 bytes long, not a kvpack file" in capsys.readouterr().err
 
 
 def test_convert_writes_another_recipe(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ def describe(value: Any) -> str:
 
 @contextlib.contextmanager
 def prefix_errors(where: str, kind: type[KvpackError] = KvpackError) -> Iterator[None]:
-    """In the context, put ``where`` in front of the messages of errors of class ``kind``."""
+    """Return a context manager that prefixes the messages of ``kind`` errors with ``where``."""
     try:
         yield
     except kind as error:

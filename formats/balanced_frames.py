@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import NamedTuple
 
-from .errors import InvalidParameter, OutOfRange
+from .errors import InvalidParameter, ValueTooLarge
 from .inverses import invert_for_encoding
 from .lazy import torch
 from .rotation import Rotation
@@ -40,12 +40,12 @@ class BalancedFrames:
     def inverse(self) -> torch.Tensor:
         """Inverses of ``matrices``, float32 ``[kv_head, channel, column]``, for encoders.
 
-        Raises OutOfRange if a matrix is too ill-conditioned (rules basis-19 and basis-24).
+        Raises ValueTooLarge if a matrix is too ill-conditioned (rules basis-19 and basis-24).
         """
         result = invert_for_encoding(self.matrices, "a balanced frame of the basis")
         growth = torch.maximum(self.matrices.cpu().abs().sum(-2).amax(-1), result.abs().sum(-2).amax(-1))
         if not bool((growth <= MAX_GROWTH).all()):
-            raise OutOfRange(
+            raise ValueTooLarge(
                 f"the balanced frame of head {int(growth.argmax())} is ill-conditioned: it or its inverse can enlarge values "
                 f"by a factor of {float(growth.max()):.4g}, but the limit is {MAX_GROWTH:.0f}: calibrate on more text, or omit frame="
             )

@@ -14,7 +14,7 @@ from .codec_summary import CodecSummary
 from .columns import Columns
 from .foreign import check_digits, check_layouts, is_foreign
 from .lazy import torch
-from .rotation import Rotation, rotation_of
+from .rotation import Rotation, cached_rotation
 from .runs import Run, RunEncoder
 from .streams import EntryStreams, Layout
 from .tables import BoundedCache
@@ -107,7 +107,7 @@ class Codec(EntryStreams, ABC):
             previous: Streams of the preceding run of the same layer's keys or values, or None.
 
         Raises:
-            OutOfRange: A value cannot be encoded.
+            ValueTooLarge: A value cannot be encoded.
         """
         none = torch.empty(*run.shape[:2], 0, dtype=torch.float32, device=run.device)
         return torch.cat([none, *(norms_per_head(block) for block in run.blocks())], 2)
@@ -147,7 +147,7 @@ class Codec(EntryStreams, ABC):
     @cached_property
     def rotation(self) -> Rotation:
         """Rotation from the original to the coded frame, defined by ``rotation_kind`` and ``seed``. The default is the identity."""
-        return rotation_of(getattr(self, "rotation_kind", "none"), self.dim, getattr(self, "seed", 0))
+        return cached_rotation(getattr(self, "rotation_kind", "none"), self.dim, getattr(self, "seed", 0))
 
     @property
     def exact_dtype(self) -> str | None:
@@ -187,7 +187,7 @@ class Codec(EntryStreams, ABC):
                 streams with one row per run are equal.
 
         Raises:
-            OutOfRange: A scale does not fit its stored dtype.
+            ValueTooLarge: A scale does not fit its stored dtype.
         """
         return RunEncoder({}, lambda block, _: self.encode(block))
 
@@ -202,7 +202,7 @@ class Codec(EntryStreams, ABC):
             Tensors by name, with the names, dtypes and shapes of ``layout``.
 
         Raises:
-            OutOfRange: A scale or norm does not fit its stored dtype.
+            ValueTooLarge: A scale or norm does not fit its stored dtype.
         """
 
     @abstractmethod
@@ -275,7 +275,7 @@ class Codec(EntryStreams, ABC):
         return layout | self.scale_layouts(batch, heads, tokens)
 
     def run_layouts(self, batch: int, heads: int) -> Mapping[str, Layout]:
-        """Return the layouts that all streams have for 0 tokens, where only streams with one row per run have rows."""
+        """Return the layouts of all streams for 0 tokens. Only streams with one row per run have rows in them."""
         if (batch, heads) not in self.derived_values:
             self.derived_values[batch, heads] = self.layout(batch, heads, 0)
         layouts: Mapping[str, Layout] = self.derived_values[batch, heads]
@@ -307,7 +307,7 @@ class Codec(EntryStreams, ABC):
 
     @cached_property
     def derived_values(self) -> BoundedCache:
-        """Cache of values derived from this codec. All layers and files with the codec share it. Each user has its own key."""
+        """Cache of values derived from this codec. All layers and files with the codec share it. Callers use distinct keys."""
         return BoundedCache()
 
     @cached_property
@@ -370,10 +370,12 @@ class Codec(EntryStreams, ABC):
         compared = params.keys() - _PACKING_PARAMETERS
         return params.keys() == other_params.keys() and all(params[name] == other_params[name] for name in compared)
 
-    def repack(self, streams: Mapping[str, torch.Tensor], other: Codec) -> dict[str, torch.Tensor]:
-        """Repack ``streams`` for the codec ``other``, which must store the same codes (``same_codes``). Decoded values do not change."""
+    def repack(self, streams: Mapping[str, torch.Tensor], target: Codec) -> dict[str, torch.Tensor]:
+        """Repack ``streams`` of this codec for the codec ``target``, which must store the same codes (``same_codes``). Decoded values do
+        not change.
+        """
         scales = {name: streams[name] for name in self.scale_layouts(1, 1, 0)}
-        return other.pack_digits(*self.digits(streams)) | scales
+        return target.pack_digits(*self.digits(streams)) | scales
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
         """Reject stored bytes that no writer produces.

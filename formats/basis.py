@@ -125,7 +125,7 @@ class BasisRows:
     def inverse(self) -> torch.Tensor:
         """Inverse of ``matrix``, float32 ``[batch, kv_head, channel, column]``, for encoders.
 
-        Raises OutOfRange if a token could decode to infinity, or if the inverse is not accurate.
+        Raises ValueTooLarge if a token could decode to infinity, or if the inverse is not accurate.
         """
         largest = self._run_tables.abs().amax(-1).repeat_interleave(RUN_COLUMNS, -1)[..., : self.dim]
         check_decoded_range(MAX_GAIN * largest.to(torch.float64) + self.mean[:, :, 0].abs(), self.matrix, None, "the rows of the basis")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .base import MAX_DIM
 from .errors import InvalidParameter
-from .rotation import Rotation, check_order, rotation_of
+from .rotation import Rotation, cached_rotation, check_order
 from .sidecar import ValueMap
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class BlockRotation(ValueMap):
 
     @property
     def _rotation(self) -> Rotation:
-        return rotation_of("hadamard", self.size)
+        return cached_rotation("hadamard", self.size)
 
     def forward(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return self._rotation.forward(self._blocks(x)).reshape(x.shape)

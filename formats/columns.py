@@ -338,7 +338,7 @@ class Columns:
                 _check_limit(where, f"unused field {k}", value[..., used:], 0, used)
 
     def _wrong_planes(self, planes: Sequence[numpy.ndarray[Any, Any]]) -> list[int]:
-        """Return the indices of the planes that contain a set spare bit."""
+        """Return the indices of the planes in which a spare bit is set."""
         wrong = []
         for number, spare in self._spare_bits.items():
             if (reduce_rows(planes[number], numpy.bitwise_or) & spare).any():

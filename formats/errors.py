@@ -206,7 +206,7 @@ class InvalidType(InvalidParameter, TypeError):
     """
 
 
-class OutOfRange(InvalidParameter):
+class ValueTooLarge(InvalidParameter):
     """Error for a value that is too large for its stored width. kvpack catches it and encodes the value in another way."""
 
 

@@ -42,7 +42,7 @@ _ROTATED_TOKENS = 1 << 12
 class Rope(NamedTuple):
     """Rotary embedding of keys: ``frequencies`` in radians per position, float32, for the channel pairs that ``pairing`` selects.
 
-    For sequences of more than ``longest`` tokens, the model uses other frequencies.
+    The frequencies are valid for sequences of at most ``longest`` tokens.
     """
 
     frequencies: tuple[float, ...]
@@ -168,7 +168,7 @@ class Frames:
     def inverse(self) -> torch.Tensor:
         """Inverse of the column rows, float32 ``[frame, channel, column]``, for encoders.
 
-        Raises OutOfRange if a token could decode to infinity, or if the inverse is not accurate.
+        Raises ValueTooLarge if a token could decode to infinity, or if the inverse is not accurate.
         """
         largest = self.rows.new_full(self.rows[:, 1:, 0].shape, MAX_LEVEL)
         check_decoded_range(largest, self.rows[:, 1:], self.rows[:, 0], "the frames of the basis")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from .errors import OutOfRange
+from .errors import ValueTooLarge
 from .lazy import numpy, torch
 
 MAX_DECODED = (2 - 2.0**-23) * 2.0**127
@@ -17,7 +17,7 @@ MAX_INVERSE_ERROR = 2.0**-8
 def invert_for_encoding(matrices: torch.Tensor, name: str) -> torch.Tensor:
     """Return the inverse of ``matrices`` ``[..., column, channel]`` as float32 on the CPU. ``name`` describes the matrices in messages.
 
-    Raises OutOfRange if a matrix has no inverse, or if the inverse changes values by more than ``MAX_INVERSE_ERROR``.
+    Raises ValueTooLarge if a matrix has no inverse, or if the inverse changes values by more than ``MAX_INVERSE_ERROR``.
     """
     # PyTorch 2.13 inverts batches incorrectly, or hangs, if its number of threads differs from OpenMP's.
     exact = matrices.to(torch.float64).cpu().numpy()
@@ -30,12 +30,12 @@ def invert_for_encoding(matrices: torch.Tensor, name: str) -> torch.Tensor:
     if not error <= MAX_INVERSE_ERROR:
         fault = f"its error is {error:.3g} of a token's largest value, but must be at most {MAX_INVERSE_ERROR:.3g}"
         fault = f"the inverse of {name} is inaccurate: {fault}" if math.isfinite(error) else f"{name} has no inverse"
-        raise OutOfRange(f"{fault}. This basis can decode values, but not encode them: run kvpack calibrate on more text")
+        raise ValueTooLarge(f"{fault}. This basis can decode values, but not encode them: run kvpack calibrate on more text")
     return torch.from_numpy(inverse)
 
 
 def check_decoded_range(largest: torch.Tensor, matrices: torch.Tensor, mean: torch.Tensor | None, name: str) -> None:
-    """Raise OutOfRange if columns of at most ``largest`` ``[..., column]`` could decode to infinity (rule basis-20).
+    """Raise ValueTooLarge if columns of at most ``largest`` ``[..., column]`` could decode to infinity (rule basis-20).
 
     ``matrices`` are ``[..., column, channel]``. Unless it is None, ``mean`` ``[..., channel]`` is added to the decoded channels. ``name``
     describes the matrices in messages.
@@ -44,7 +44,7 @@ def check_decoded_range(largest: torch.Tensor, matrices: torch.Tensor, mean: tor
     reach = reach if mean is None else reach + mean.to(torch.float64).abs()
     result = float(reach.max())
     if not result <= MAX_DECODED:
-        raise OutOfRange(
+        raise ValueTooLarge(
             f"with {name}, a channel could decode to {result:.6g}, but the limit is {MAX_DECODED:.6g}. This basis can decode values, "
             "but not encode them: run kvpack calibrate to make another one, without rescaling the model's values"
         )

@@ -136,7 +136,7 @@ class KeyMean(PageVector):
         return x - self._expand_to_tokens(self.page_means(x), x.shape[2])
 
     def encode_means(self, mean: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Encode means ``[batch, kv_head, page, dim]`` in the coded frame. Raises OutOfRange if a scale does not fit in float16.
+        """Encode means ``[batch, kv_head, page, dim]`` in the coded frame. Raises ValueTooLarge if a scale does not fit in float16.
 
         There is one more negative code than there are positive codes. The sign of the scale is therefore chosen so that the channel with
         the largest magnitude gets a negative code.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 from .base import MAX_DIM, PayloadRule
 from .basis import DIGEST_BYTES, MAX_GAIN, MAX_LAYER, MAX_WIDTH, BasisRows, missing_basis_error, row_count, run_columns, run_count
 from .columns import Columns, default_fields
-from .errors import InvalidParameter, InvalidPayload, OutOfRange
+from .errors import InvalidParameter, InvalidPayload, ValueTooLarge
 from .family import CodecFamily, in_range, one_of
 from .lazy import functional, numpy, torch
 from .parameter_checks import Fields, check_fields
@@ -101,16 +101,16 @@ class Klt(CodecFamily):
         cls.check_value("dim", dim)
         calibrated = options.calibrated
         if calibrated is None:
-            return cls.of(dim, bytes(DIGEST_BYTES), 0, side, bytes([1] * run_count(dim)), gain, rows, None)
+            return cls.from_widths(dim, bytes(DIGEST_BYTES), 0, side, bytes([1] * run_count(dim)), gain, rows, None)
         if calibrated.rows.dim != dim:
             raise InvalidParameter(
                 f"codec {cls.id}: the head dim is {dim}, but the basis is for head dim {calibrated.rows.dim}: use a basis for this model"
             )
         place = calibrated.digest, calibrated.layer, side
-        return cls.of(dim, *place, calibrated.widths, gain, rows, calibrated.rows, per_head=per_head)
+        return cls.from_widths(dim, *place, calibrated.widths, gain, rows, calibrated.rows, per_head=per_head)
 
     @classmethod
-    def of(
+    def from_widths(
         cls,
         dim: int,
         basis: bytes,
@@ -157,7 +157,7 @@ class Klt(CodecFamily):
         """Mask of the bits that belong to columns, for each byte of a row of all heads. Empty if all heads share the widths."""
         result = [0xFF] * self.row_bytes
         for part in self.runs:
-            for places in part.places:
+            for places in part.byte_positions:
                 result[places[-1]] = 0xFF >> -part.width * part.columns % 8
         return result
 
@@ -242,7 +242,7 @@ class Klt(CodecFamily):
             stored = basis_rows.to(torch_dtype).expand(batch, heads, 1, -1, -1).contiguous()
             if not bool(stored.isfinite().all()):
                 largest_value, limit = float(basis_rows.abs().max()), torch.finfo(torch_dtype).max
-                raise OutOfRange(
+                raise ValueTooLarge(
                     f"{self.basis_location}: a row contains {largest_value:.6g}, which exceeds the largest {self.rows} value, "
                     f"{limit:.6g}: set rows=fp32, or omit rows= to read the rows from the basis"
                 )
@@ -292,7 +292,7 @@ class Klt(CodecFamily):
         squared_length, product_sum, decoded_length = (x.new_zeros(batch, heads, tokens) for _ in range(3))
         for part in self.runs:
             head, run, places = (
-                torch.tensor(operand, dtype=torch.int64, device=x.device) for operand in (part.heads, part.runs, part.places)
+                torch.tensor(operand, dtype=torch.int64, device=x.device) for operand in (part.heads, part.runs, part.byte_positions)
             )
             # [batch, run, token, column]
             values = centered[:, head, :, run].transpose(0, 1)
@@ -314,7 +314,7 @@ class Klt(CodecFamily):
         """Yield the runs of each width with their codes, int64 ``[batch, run, token, column]``. Each head must have its own widths."""
         codes = streams[CODES][:, 0]
         for part in self.runs:
-            places = torch.tensor(part.places, dtype=torch.int64, device=codes.device)
+            places = torch.tensor(part.byte_positions, dtype=torch.int64, device=codes.device)
             yield part, _unpack_codes(codes[:, :, places].transpose(1, 2), part.width)
 
     def _decode_heads(self, streams: Mapping[str, torch.Tensor], rows: BasisRows) -> torch.Tensor:
@@ -391,19 +391,19 @@ def columns_by_width(widths: bytes, dim: int) -> dict[int, list[int]]:
 class RunsOfWidth(NamedTuple):
     """Runs of 8 columns with the same ``width``, for heads with their own widths.
 
-    All runs have ``columns`` columns. ``heads`` and ``runs`` are the head and the index of each run. ``places`` are the positions of the
-    run's bytes in a token's row.
+    All runs have ``columns`` columns. ``heads`` and ``runs`` are the head and the index of each run. ``byte_positions`` are the positions
+    of the run's bytes in a token's row.
     """
 
     width: int
     columns: int
     heads: tuple[int, ...]
     runs: tuple[int, ...]
-    places: tuple[tuple[int, ...], ...]
+    byte_positions: tuple[tuple[int, ...], ...]
 
     @property
     def byte_counts(self) -> tuple[int, ...]:
-        return tuple(map(len, self.places))
+        return tuple(map(len, self.byte_positions))
 
 
 @lru_cache(MAX_CACHED_TABLES)
@@ -445,13 +445,13 @@ def _unpack_codes(codes: torch.Tensor, width: int) -> torch.Tensor:
 def _check_head_widths(widths: bytes, dim: int) -> None:
     count = head_run_count(dim)
     if not widths or len(widths) % count:
-        raise InvalidParameter(f"codec klt: widths has {len(widths)} bytes, expected a multiple of {count}, one per run of a head")
+        raise InvalidParameter(f"codec klt: widths has {len(widths)} bytes, expected a multiple of {count}, one for each run of a head")
     _check_width_values(widths)
 
 
 def _check_width_values(widths: bytes) -> None:
     if max(widths) > MAX_WIDTH:
-        raise InvalidParameter(f"codec klt: widths is {widths.hex()}, expected bytes from 0 to {MAX_WIDTH}: bits per column of each run")
+        raise InvalidParameter(f"codec klt: widths is {widths.hex()}, expected bytes from 0 to {MAX_WIDTH} (bits per column of a run)")
     if not any(widths):
         raise InvalidParameter("codec klt: widths is zero for every run, expected a nonzero width in at least one")
 
@@ -482,7 +482,7 @@ def _compute_gains(squared_length: torch.Tensor, product_sum: torch.Tensor, deco
 
     For a token x that decodes to d, ``squared_length`` is |x|^2, ``decoded_length`` is |d|^2, and ``product_sum`` is <x, d>, all weighted.
     The gain |x|^2 / <x, d> makes products with the token right on average (formats/norm_rule.py). If x and d are more than 45 degrees
-    apart, this is no longer true, and the result is the gain with the smallest error.
+    apart, the result is instead the gain with the smallest error.
     """
     near = (product_sum > 0) & (squared_length * decoded_length <= 2 * product_sum.square())
     gains = torch.where(near, squared_length / product_sum, product_sum.clamp_min(0) / decoded_length)

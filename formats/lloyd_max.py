@@ -90,7 +90,7 @@ def polar_angle_masses(edges: Array, first: int, second: int) -> Array:
 
 
 def _ignore_underflow() -> numpy.errstate:
-    """Return a context manager that ignores underflow, which the tails of densities cause. NumPy may be set to raise an error for it."""
+    """Return a context manager that ignores underflow in the tails of densities, even if NumPy is set to raise an error for it."""
     return numpy.errstate(under="ignore")
 
 

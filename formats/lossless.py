@@ -148,7 +148,7 @@ class Lossless(CodecFamily):
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """Round ``x`` of any float dtype to ``dtype``, with ties to even, and encode it.
 
-        Values that already have that dtype keep their bits. Raises OutOfRange if a finite value would become infinity.
+        Values that already have that dtype keep their bits. Raises ValueTooLarge if a finite value would become infinity.
         """
         batch, heads, tokens, dim = x.shape
         run = self.begin(Run((batch, heads, tokens, dim), x.device, lambda: iter((x,))), None)
@@ -327,7 +327,7 @@ def _add_unseen(counts: Numbers) -> Numbers:
 
 
 def _join_states(words: Numbers) -> Numbers:
-    """Join stored words ``[chunk, 2 · LANES]``, lower halves first, to states, uint32 ``[chunk, LANES]``."""
+    """Join stored words ``[chunk, 2 · LANES]``, lower halves first, into states, uint32 ``[chunk, LANES]``."""
     return numpy.ascontiguousarray(words, "<u2").view("<u4").astype(numpy.uint32)
 
 

@@ -179,7 +179,7 @@ class Octahedral(CodecFamily):
 
     @property
     def _direction_count(self) -> int:
-        """Number of directions in the quarter square, which is also the place value of the bits above the direction in a digit."""
+        """Number of directions in the quarter square."""
         return int(4 ** (self.b_dir - 1))
 
     def pack_digits(self, *digits: torch.Tensor) -> dict[str, torch.Tensor]:

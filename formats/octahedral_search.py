@@ -125,8 +125,8 @@ class Codebook:
 
     def _grid_search(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Return the result of the local 3x3 search. Most codewords are read from a grid; only cells that codewords share are searched."""
-        xi, eta = (coordinate.mul_(self._cells).floor_() for coordinate in octahedral_coordinates(x, y, z))
-        cell = xi.add_(eta, alpha=self._cells + 1).to(torch.int32).view(-1)
+        xi, eta = (coordinate.mul_(self._cells_per_side).floor_() for coordinate in octahedral_coordinates(x, y, z))
+        cell = xi.add_(eta, alpha=self._cells_per_side + 1).to(torch.int32).view(-1)
         index = self._grid.index_select(0, cell).to(torch.int32)
         shared = _negative_indices(index)
         px, py, pz = (axis.view(-1).index_select(0, shared) for axis in (x, y, z))
@@ -134,7 +134,7 @@ class Codebook:
         return index.view(x.shape)
 
     @property
-    def _cells(self) -> int:
+    def _cells_per_side(self) -> int:
         """Number of cells along each side of the grid: enough that only a few percent of directions are in shared cells."""
         return min(_CELLS_PER_LEVEL * self.levels, _MAX_CELLS)
 
@@ -148,10 +148,10 @@ class Codebook:
         tests compare them with the full search. The last cell of a row or column is for a coordinate of exactly 1 and equals the cell
         before it.
         """
-        corners = torch.arange(self._cells + 1, dtype=torch.float32, device=self._device) / self._cells
+        corners = torch.arange(self._cells_per_side + 1, dtype=torch.float32, device=self._device) / self._cells_per_side
         bands = []
         # Processing all cells at once would need fifty times the grid's memory.
-        for first in range(0, self._cells, _CELL_ROWS_PER_BLOCK):
+        for first in range(0, self._cells_per_side, _CELL_ROWS_PER_BLOCK):
             eta, xi = torch.meshgrid(corners[first : first + _CELL_ROWS_PER_BLOCK + 1], corners, indexing="ij")
             z = 1 - xi - eta
             nearest = self.local_search(torch.where(z < 0, 1 - eta, xi), torch.where(z < 0, 1 - xi, eta), z, _GRID_ROUNDING)

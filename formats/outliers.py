@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 from .columns import Columns, default_fields
-from .errors import InvalidParameter, InvalidPayload, OutOfRange
+from .errors import InvalidParameter, InvalidPayload, ValueTooLarge
 from .lazy import numpy, torch
 from .sidecar import FramePart, RunStep, parse_map
 from .streams import HALF_LIMIT, Layout
@@ -100,7 +100,7 @@ class Outliers(FramePart):
     def encode(self, u: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Set the outliers of ``u`` ``[batch, kv_head, token, dim]`` to zero. Returns the new values, and the streams with the outliers.
 
-        Raises OutOfRange if an outlier does not fit in float16.
+        Raises ValueTooLarge if an outlier does not fit in float16.
         """
         chunks = _as_chunks(u)
         flagged = _chunk_norms(chunks) > threshold
@@ -136,9 +136,9 @@ class Outliers(FramePart):
 
 
 def _reject_too_large(chunks: torch.Tensor, flagged: torch.Tensor) -> NoReturn:
-    """Raise OutOfRange for the first outlier that does not fit in float16."""
+    """Raise ValueTooLarge for the first outlier that does not fit in float16."""
     batch, head, token, chunk, k = torch.nonzero(flagged[..., None] & ~(chunks.abs() < HALF_LIMIT))[0].tolist()
-    raise OutOfRange(
+    raise ValueTooLarge(
         f"the outlier at batch {batch}, head {head}, token {token}, channel {CHUNK * chunk + k} of the coded frame is "
         f"{chunks[batch, head, token, chunk, k].item():.6g}, but the largest float16 value is 65504: scale the input, or omit outliers "
         "from the recipe"

@@ -14,7 +14,7 @@ from .columns import Columns, default_fields
 from .errors import InvalidParameter
 from .lazy import torch
 from .parameter_checks import check_choice, check_range
-from .rotation import Rotation, rotation_of
+from .rotation import Rotation, cached_rotation
 from .sidecar import ResidualSketch, parse_map
 from .streams import NORMS, Layout
 from .token_norms import stored_norm
@@ -73,7 +73,7 @@ class Qjl(ResidualSketch):
     @property
     def rotation(self) -> Rotation:
         """Second rotation, called R' in the paper."""
-        return rotation_of("signed-hadamard", self.dim, self.seed)
+        return cached_rotation("signed-hadamard", self.dim, self.seed)
 
     @cached_property
     def packing(self) -> Columns:
@@ -84,7 +84,7 @@ class Qjl(ResidualSketch):
         return planes | {NORM: Layout(NORMS[self.norm], (batch, heads, tokens))}
 
     def encode(self, residual: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Encode residuals ``[batch, kv_head, token, dim]`` to streams. Raises OutOfRange if a norm does not fit its stored dtype."""
+        """Encode residuals ``[batch, kv_head, token, dim]`` to streams. Raises ValueTooLarge if a norm does not fit its stored dtype."""
         norm = torch.linalg.vector_norm(residual, dim=-1, dtype=torch.float64).to(torch.float32)
         negative = (self.rotation.forward(residual) < 0).to(torch.int32)
         planes = {f"{SIGNS}.{plane}": words for plane, words in enumerate(self.packing.pack([negative]))}

@@ -20,7 +20,7 @@ from .lazy import functional, torch
 from .norm_rule import NORM_RULES, read_norm_rule, unbiased_factor
 from .parameter_checks import Fields, check_fields
 from .quaternion_search import UNITS, Search
-from .rotation import KINDS, Rotation, rotation_of
+from .rotation import KINDS, Rotation, cached_rotation
 from .runs import Run, RunEncoder
 from .streams import Layout
 from .tables import MAX_CACHED_TABLES, cache_per_device
@@ -95,7 +95,7 @@ class Quaternion(CodecFamily):
 
     @cached_property
     def rotation(self) -> Rotation:
-        return rotation_of(self.rotation_kind, self.dim, self.rotation_seed)
+        return cached_rotation(self.rotation_kind, self.dim, self.rotation_seed)
 
     @property
     def codebook(self) -> torch.Tensor:

@@ -150,11 +150,11 @@ class Grid:
         winner = self._pairs.index_select(0, torch.add(entry, flipped, alpha=2))
         longer = (row >= self._starts[2]).nonzero()[:, 0]
         row, entry, flipped = (array.index_select(0, longer) for array in (row, entry, flipped))
-        result = self._nearest_of_longer(_gather(mapped, longer), row, self._pairs.index_select(0, entry))
+        result = self._nearest_of_many(_gather(mapped, longer), row, self._pairs.index_select(0, entry))
         result ^= (result ^ self._opposite.index_select(0, result)) & -flipped
         return winner.index_copy_(0, longer, result)
 
-    def _nearest_of_longer(self, planes: Planes, row: torch.Tensor, winner: torch.Tensor) -> torch.Tensor:
+    def _nearest_of_many(self, planes: Planes, row: torch.Tensor, winner: torch.Tensor) -> torch.Tensor:
         """Return the nearest codewords of chunks with more than two candidates. ``winner`` is the nearer of the first two codewords."""
         best = _weighted_sum(planes, _gather(self._codebook, winner))
         places = torch.arange(len(row), device=row.device)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from .base import MAX_DIM
-from .errors import OutOfRange
+from .errors import ValueTooLarge
 from .family import CodecFamily, in_range, one_of
 from .lazy import torch
 from .streams import Layout
@@ -54,7 +54,7 @@ class Raw(CodecFamily):
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """Round ``x`` of any float dtype to ``dtype``, with ties to even. Values that already have that dtype keep their bits.
 
-        Raises OutOfRange if a finite value would become infinity.
+        Raises ValueTooLarge if a finite value would become infinity.
         """
         return {"values": round_to_dtype(x, self.dtype)}
 
@@ -72,7 +72,7 @@ class Raw(CodecFamily):
 def round_to_dtype(x: torch.Tensor, dtype: str) -> torch.Tensor:
     """Round ``x`` of any float dtype to ``dtype``, with ties to even. Values that already have that dtype keep their bits.
 
-    Raises OutOfRange if a finite value would become infinity.
+    Raises ValueTooLarge if a finite value would become infinity.
     """
     values = x.to(getattr(torch, TORCH_DTYPE_NAMES[dtype]))
     # Only a conversion can make values infinite. The sum is one cheap pass; every value is checked only if it is not finite.
@@ -80,5 +80,8 @@ def round_to_dtype(x: torch.Tensor, dtype: str) -> torch.Tensor:
         lost = torch.nonzero(torch.isinf(values) & torch.isfinite(x)).tolist()
         if lost:
             value, largest = x[tuple(lost[0])].item(), torch.finfo(values.dtype).max
-            raise OutOfRange(f"the value at {lost[0]} is {value:.6g}, but the largest {dtype} value is {largest:.6g}: choose a wider dtype")
+            raise ValueTooLarge(
+                f"the value at {lost[0]} is {value:.6g}, but the largest {dtype} value is {largest:.6g}: choose a wider "
+                "dtype"
+            )
     return values

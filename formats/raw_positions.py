@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .errors import InvalidParameter, InvalidPayload, OutOfRange
+from .errors import InvalidParameter, InvalidPayload, ValueTooLarge
 from .lazy import numpy, torch
 from .raw import DTYPES, TORCH_DTYPE_NAMES
 from .sidecar import RunStep, WholeTokens
@@ -160,7 +160,7 @@ class RawPositions(WholeTokens):
         """Replace the ``chosen`` tokens of ``x`` ``[batch, kv_head, token, dim]`` (see ``replace_tokens``).
 
         Returns the new values, and the streams that store the tokens. ``start`` is the index of the first token within its run. Raises
-        OutOfRange if a value does not fit the dtype.
+        ValueTooLarge if a value does not fit the dtype.
         """
         token, sequence = chosen.T.nonzero().unbind(1)
         return replace_tokens(x, token, sequence, chosen, group_tokens), self.encode_tokens(x, token, sequence, start)
@@ -287,8 +287,8 @@ def store_in_slots(
     together, because otherwise they do not affect other tokens. Tokens of low norm come next. Tokens that make a shared scale too large
     come last, the worst first, no matter how many there are on a page.
 
-    For codecs that encode tokens one by one and share no scale between heads, the host does not wait for the device. Raises OutOfRange for
-    a value that does not fit the dtype.
+    For codecs that encode tokens one by one and share no scale between heads, the host does not wait for the device. Raises ValueTooLarge
+    for a value that does not fit the dtype.
     """
     tokens = x.shape[2]
     token, wanted = choose_slot_tokens(raw, norms, group_tokens, slots, fit_errors)
@@ -298,7 +298,7 @@ def store_in_slots(
     values = exact.to(getattr(torch, TORCH_DTYPE_NAMES[raw.dtype]))
     values = values.masked_fill(~used[..., None, None], 0.0)
     if raw.dtype == "fp16" and x.dtype != torch.float16 and bool((values.isinf() & exact.isfinite()).any()):
-        raise OutOfRange("a raw token exceeds the largest fp16 value, 65504: choose a wider raw_dtype")
+        raise ValueTooLarge("a raw token exceeds the largest fp16 value, 65504: choose a wider raw_dtype")
     numbers = token.masked_fill(~used, -1).flatten()
     positions = encode_positions(numbers, torch.zeros_like(numbers)).view(*token.shape, _POSITION_WORDS)
     # Tokens with small norms do not enlarge scales; they matter only to codecs with groups of tokens.
@@ -336,12 +336,12 @@ def slot_mask(token: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def count_left_out(needs_raw: torch.Tensor, chosen: torch.Tensor, fit_errors: torch.Tensor | None = None) -> torch.Tensor:
-    """Count the tokens that should be raw but are not ``chosen``, int64 ``[2]``: all of them, and those that cost precision.
+    """Count the tokens that should be raw but are not ``chosen``. Returns int64 ``[2]``: all of them, and those that cost precision.
 
     A token costs precision if it loses precision itself or makes other tokens lose it.
 
     ``chosen`` is bool ``[page, token]``, and ``needs_raw`` contains the masks that ``choose_slot_tokens`` returned. Tokens with
-    ``fit_errors`` ``[2, page, token]`` above 1 (see ``token_errors.excess_losses``) count too, but never twice.
+    ``fit_errors`` ``[2, page, token]`` above 1 (see ``token_errors.excess_losses``) also count, but only once.
     """
     left = needs_raw if fit_errors is None else needs_raw | (fit_errors > 1)
     return (left & ~chosen).sum((1, 2))
@@ -365,7 +365,8 @@ def restore_slot_tokens(values: torch.Tensor, streams: Mapping[str, torch.Tensor
 def gather_raw_values(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, dtype: str, remedy: str) -> torch.Tensor:
     """Return the tokens of ``x`` at each pair of ``token`` and ``sequence`` indices, as ``dtype``: ``[entry, kv_head, dim]``.
 
-    ``x`` is ``[batch, kv_head, token, dim]``. Raises OutOfRange if a finite value does not fit the dtype; the message ends with ``remedy``.
+    ``x`` is ``[batch, kv_head, token, dim]``. Raises ValueTooLarge if a finite value does not fit the dtype; the message ends with
+    ``remedy``.
     """
     exact = x.permute(2, 0, 1, 3)[token, sequence]
     values = exact.to(getattr(torch, TORCH_DTYPE_NAMES[dtype]))
@@ -374,7 +375,7 @@ def gather_raw_values(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tens
     lost = torch.isinf(values) & torch.isfinite(exact)
     if lost.any():
         entry, head, channel = torch.nonzero(lost)[0].tolist()
-        raise OutOfRange(
+        raise ValueTooLarge(
             f"raw token {int(token[entry])} (sequence {int(sequence[entry])}, head {head}) has the value "
             f"{exact[entry, head, channel].item():.6g} in channel {channel}, but the largest {dtype} value is "
             f"{torch.finfo(values.dtype).max:.6g}: {remedy}"

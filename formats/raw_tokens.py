@@ -94,7 +94,7 @@ class RawTokens(WholeTokens):
     def encode(self, x: torch.Tensor, chosen: torch.Tensor, group_tokens: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Replace the ``chosen`` tokens of ``x`` ``[batch, kv_head, token, dim]`` (see ``replace_tokens``).
 
-        Returns the new values, and the streams that store the tokens. Raises OutOfRange if a value does not fit the dtype.
+        Returns the new values, and the streams that store the tokens. Raises ValueTooLarge if a value does not fit the dtype.
         """
         token, sequence = chosen.T.nonzero().unbind(1)
         values = gather_raw_values(x, token, sequence, self.dtype, "choose a wider dtype for raw_tokens")

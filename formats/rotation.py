@@ -119,7 +119,7 @@ class Rotation:
 
 
 @lru_cache(maxsize=MAX_CACHED_TABLES)
-def rotation_of(kind: str, dim: int, seed: int = 0) -> Rotation:
+def cached_rotation(kind: str, dim: int, seed: int = 0) -> Rotation:
     """Return the rotation with these parameters, which all codecs share. Raises InvalidParameter if there is no such rotation."""
     return Rotation(kind, dim, seed)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .errors import InvalidPayload, OutOfRange
+from .errors import InvalidPayload, ValueTooLarge
 from .lazy import numpy, torch
 from .value_blocks import first_index, row_blocks
 
@@ -72,7 +72,7 @@ def choose_range(
 
     ``previous`` is the range of the preceding run. It is kept if all values fit, so that the runs can be joined. Otherwise, the new range
     has room to grow, so that repeated appends seldom need another one. ``empty`` is returned if there are no values. ``middle`` is half the
-    width of a group, in multiples of its scale. Raises OutOfRange for a value above ``MAX_ENCODED``, with its position.
+    width of a group, in multiples of its scale. Raises ValueTooLarge for a value above ``MAX_ENCODED``, with its position.
     """
     ends: list[torch.Tensor] = []
     for scale, center in blocks:
@@ -117,7 +117,7 @@ def min_token_rms(scale_range: torch.Tensor, steps: int) -> torch.Tensor:
 def _check_size(values: torch.Tensor, name: str) -> None:
     if not values.abs().amax().item() <= MAX_ENCODED:
         at = [int(i) for i in torch.nonzero(~(values.abs() <= MAX_ENCODED))[0]]
-        raise OutOfRange(
+        raise ValueTooLarge(
             f"{name} of a group at {at} is {values[tuple(at)].item():.6g}, but the largest that fits in 8 bits is {MAX_ENCODED:.0f}: "
             "scale the input, or choose fp16 scales or a raw codec"
         )

@@ -182,8 +182,8 @@ class ValueMap(Sidecar):
     def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunStep:
         """Return the step that maps ``run``.
 
-        If ``previous``, the streams of the preceding run, contains a map, it is reused, so that the runs can be joined. Otherwise, a new
-        map is measured.
+        ``previous`` contains the streams of the preceding run. If they contain a map, it is reused, so that the runs can be joined.
+        Otherwise, a new map is measured.
         """
         names = self.layout(1, 1, 0)
         if previous is not None and all(name in previous for name in names):
@@ -229,7 +229,7 @@ class PageVector(Sidecar):
 
 
 class FramePart(Sidecar):
-    """Sidecar that removes a part of the values from the coded frame and stores it. The codec encodes the rest."""
+    """Sidecar that stores part of the values in the coded frame, such as outliers. The codec encodes the rest."""
 
     @abstractmethod
     def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunStep:

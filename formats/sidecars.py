@@ -12,7 +12,7 @@ from .balanced import FrameMap
 from .base import Codec, PayloadRule, PlainCodec, RunRule, Unpacker
 from .batch import take_rows
 from .columns import Columns
-from .errors import InvalidParameter, OutOfRange
+from .errors import InvalidParameter, ValueTooLarge
 from .foreign import begin_run
 from .lazy import torch
 from .raw_positions import RawPositions
@@ -229,7 +229,7 @@ class CodecWithSidecars(Codec):
     def _begin_steps(
         self, run: Run, previous: Streams | None, token_sidecars: Sequence[WholeTokens]
     ) -> tuple[_Steps, dict[str, torch.Tensor]]:
-        """Return the steps before the codec, and the streams with one row per run. The ``token_sidecars`` come first."""
+        """Return the steps that precede the codec, beginning with those of ``token_sidecars``, and the streams with one row per run."""
         steps = _Steps(run)
         run_streams: dict[str, torch.Tensor] = {}
 
@@ -347,9 +347,9 @@ class CodecWithSidecars(Codec):
     def same_codes(self, other: Codec) -> bool:
         return isinstance(other, CodecWithSidecars) and self.sidecars == other.sidecars and self.codec.same_codes(other.codec)
 
-    def repack(self, streams: Streams, other: Codec) -> dict[str, torch.Tensor]:
-        assert isinstance(other, CodecWithSidecars)
-        return self.codec.repack(streams, other.codec) | {name: streams[name] for name in self.sidecar_layout(1, 1, 0)}
+    def repack(self, streams: Streams, target: Codec) -> dict[str, torch.Tensor]:
+        assert isinstance(target, CodecWithSidecars)
+        return self.codec.repack(streams, target.codec) | {name: streams[name] for name in self.sidecar_layout(1, 1, 0)}
 
     def finite_streams(self) -> list[str]:
         plain = (sidecar for sidecar in self.sidecars if type(sidecar).check is Sidecar.check)
@@ -364,7 +364,7 @@ class CodecWithSidecars(Codec):
         return (*self.codec.run_rules(), *sidecar_rules)
 
     def check_sidecars(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
-        """Call ``check`` and then ``check_runs`` of all sidecars on the streams ``arrays``. Raises InvalidPayload."""
+        """Call ``check`` and then ``check_runs`` of all sidecars on the streams ``arrays``."""
         for sidecar in self.sidecars:
             sidecar.check(arrays, where)
         for sidecar in self.sidecars:
@@ -402,7 +402,7 @@ class _Steps:
             start = 0
             for block in self._run.blocks():
                 stop = start + block.shape[2]
-                with prefix_errors(f"tokens {start} to {stop - 1}", OutOfRange):
+                with prefix_errors(f"tokens {start} to {stop - 1}", ValueTooLarge):
                     after, _ = _apply_steps(steps, block, start)
                 yield after
                 start = stop
@@ -419,11 +419,11 @@ def _apply_steps(steps: tuple[Encode, ...], block: torch.Tensor, start: int) -> 
 
 
 def _require_finite(x: torch.Tensor, operation: str) -> torch.Tensor:
-    """Return ``x`` ``[batch, kv_head, token, dim]``. Raises OutOfRange, with ``operation`` in the message, if a value is not finite."""
+    """Return ``x`` ``[batch, kv_head, token, dim]``. Raises ValueTooLarge, with ``operation`` in the message, if a value is not finite."""
     # The sum is one cheap pass; every value is checked only if it is not finite.
     if not torch.isfinite(x.sum()) and not torch.isfinite(x).all():
         batch, head, token, channel = torch.nonzero(~torch.isfinite(x))[0].tolist()
-        raise OutOfRange(
+        raise ValueTooLarge(
             f"the value at batch {batch}, head {head}, token {token}, channel {channel} overflows float32 when {operation}: "
             "scale the input, or choose a raw codec"
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator
 
-from .errors import OutOfRange
+from .errors import ValueTooLarge
 from .lazy import functional, torch
 from .streams import HALF_LIMIT, NORMS
 from .tables import cache_per_device
@@ -97,7 +97,7 @@ def stored_norm(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
         The rounded values in the same shape: float16 or float32.
 
     Raises:
-        OutOfRange: A value does not fit. The message contains its position, the value and the limit.
+        ValueTooLarge: A value does not fit. The message contains its position, the value and the limit.
 
     >>> kvpack.formats.token_norms.stored_norm(torch.tensor([1.0001]), "F16", "norm")
     tensor([1.], dtype=torch.float16)
@@ -106,7 +106,7 @@ def stored_norm(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
     # Check the unrounded values in one pass: 65520 and above would round to infinity.
     if values.numel() and not values.abs().amax().item() < (HALF_LIMIT if half else math.inf):
         at = [int(i) for i in torch.nonzero(~(values.abs() < (HALF_LIMIT if half else math.inf)))[0]]
-        raise OutOfRange(
+        raise ValueTooLarge(
             f"{name} at {at} is {values[tuple(at)].item():.6g}, but the largest "
             f"{'float16 value is 65504' if half else 'float32 value is 3.40282e+38'}: "
             "scale the input, or choose fp32 norms or a raw codec"
@@ -115,12 +115,12 @@ def stored_norm(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
 
 
 def encode_norms(values: torch.Tensor, norm: str, name: str) -> torch.Tensor:
-    """Round float32 ``values`` to the stored form ``norm``. Raises OutOfRange if a value does not fit; the message calls it ``name``."""
+    """Round float32 ``values`` to the stored form ``norm``. Raises ValueTooLarge if a value does not fit; the message calls it ``name``."""
     if norm != LOG8:
         return stored_norm(values, NORMS[norm], name)
     if values.numel() and not values.amax().item() < LOG8_LIMIT:
         at = [int(i) for i in torch.nonzero(~(values < LOG8_LIMIT))[0]]
-        raise OutOfRange(
+        raise ValueTooLarge(
             f"{name} at {at} is {values[tuple(at)].item():.6g}, but the largest that fits in 8 bits is {MAX_LOG8:.6g}: scale the "
             "input, or choose norm=fp16"
         )
@@ -156,8 +156,7 @@ def median_norms(norms: torch.Tensor) -> torch.Tensor:
 def large_size_mask(sizes: torch.Tensor, ratio: float) -> torch.Tensor | None:
     """Return a mask of the ``sizes`` ``[..., token]`` that are above ``ratio`` times the typical size, or None if there are none.
 
-    If the typical size is 0, no size counts as large: among tokens of zeros, such as padding, every other token is far from the median. NaN
-    sizes are ignored, and the mask is False for them.
+    If the typical size is 0, as in padding, no size counts as large. NaN sizes are ignored, and the mask is False for them.
     """
     return mark_large(sizes, ratio) if has_large_size(sizes, ratio) else None
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from . import rans
 from .base import MAX_DIM, PayloadRule, RunRule
 from .basis import DIGEST_BYTES, MAX_LAYER, missing_basis_error
-from .errors import InvalidParameter, InvalidPayload, OutOfRange
+from .errors import InvalidParameter, InvalidPayload, ValueTooLarge
 from .family import CodecFamily, in_range, one_of
 from .frames import MAX_LEVEL, SCALES_PER_OCTAVE, Frames, Rope
 from .lazy import numpy, torch
@@ -172,7 +172,7 @@ class Transform(CodecFamily):
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """Encode ``x``, assuming that its first token has position 0.
 
-        Raises OutOfRange for values of more than 2^31 steps, and for keys of sequences longer than the basis's RoPE covers.
+        Raises ValueTooLarge for values of more than 2^31 steps, and for keys of sequences longer than the basis's RoPE covers.
         """
         return self._encode(x, 0)
 
@@ -182,7 +182,7 @@ class Transform(CodecFamily):
         rope = self.side_rope(source)
         if rope is not None:
             if rope.longest is not None and position + tokens > rope.longest:
-                raise OutOfRange(
+                raise ValueTooLarge(
                     f"the sequence has {position + tokens} tokens, but the basis covers sequences of at most {rope.longest} tokens, "
                     "because the model's RoPE uses other frequencies for longer ones: choose another codec for keys"
                 )
@@ -197,7 +197,7 @@ class Transform(CodecFamily):
         columns = product(wide - rows[:, :1], source.inverse.to(x.device)) / self.step_size
         levels = torch.sign(columns) * torch.floor(columns.abs() + 0.5)
         if levels.numel() and not float(levels.abs().amax()) <= MAX_LEVEL:
-            raise OutOfRange(
+            raise ValueTooLarge(
                 f"a value is {float(levels.abs().amax()):.6g} steps from the mean, but the limit is {MAX_LEVEL}: scale the input, or "
                 "choose a raw codec"
             )
@@ -221,7 +221,7 @@ class Transform(CodecFamily):
         """Encode quantized levels to all streams except ``positions``.
 
         ``groups`` contains, for each token group, the levels, int64 ``[batch, kv_head, column of the block, token]``. ``source`` contains
-        the frames of all heads, and ``shape`` is (batch, kv_head). Raises OutOfRange for levels that a table cannot encode.
+        the frames of all heads, and ``shape`` is (batch, kv_head). Raises ValueTooLarge for levels that a table cannot encode.
         """
         return encode_chunks(groups, source.tables, self.table_indices(source, shape[1]), shape)
 

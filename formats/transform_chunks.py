@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import rans
-from .errors import OutOfRange
+from .errors import ValueTooLarge
 from .lazy import numpy, torch
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ def encode_chunks(groups: Sequence[Numbers], tables: SymbolTables, table_indices
     """Encode levels to all streams except ``positions``.
 
     ``groups`` contains, for each token group, the levels, int64 ``[batch, kv_head, column of the block, token]``. ``table_indices``
-    ``[kv_head, column]`` selects a table for each column. ``shape`` is (batch, kv_head). Raises OutOfRange for levels that a table cannot
-    encode.
+    ``[kv_head, column]`` selects a table for each column. ``shape`` is (batch, kv_head). Raises ValueTooLarge for levels that a table
+    cannot encode.
     """
     batch, heads = shape
     chunks = [(levels[b, h], table_indices[h]) for levels in groups for b in range(batch) for h in range(heads)]
@@ -60,7 +60,10 @@ def encode_chunks(groups: Sequence[Numbers], tables: SymbolTables, table_indices
         result = numpy.where(numpy.abs(used_levels) <= tables.max_level, used_levels + (tables.max_level + 1), 0)
         result[tables.frequencies[table[number, :size], result] == 0] = 0
         if not tables.frequencies[table[number, :size], result].all():
-            raise OutOfRange("a table of the basis has neither a symbol for a level nor an escape: choose another number of bits")
+            raise ValueTooLarge(
+                "a value's level has no symbol in its table, and the table has no escape symbol: choose another number of "
+                "bits"
+            )
         symbols[number, :size] = result
         escapes.append(used_levels[result == 0].astype("<i4").view("<u2"))
     encoded = rans.encode(symbols, columns * sizes, tables.frequencies, table)
@@ -108,16 +111,16 @@ class ChunkList(NamedTuple):
         words, states = (streams[name].detach().cpu().numpy() for name in ("words", "states"))
         return cls(columns, tokens, counts, numpy.cumsum(counts), words.reshape(-1), states, tables)
 
-    def symbols(self, first: int, last: int, tables: SymbolTables) -> Symbols:
-        """Decode the chunks ``[first:last]`` to symbols."""
+    def symbols(self, start: int, stop: int, tables: SymbolTables) -> Symbols:
+        """Decode the chunks ``[start:stop]`` to symbols."""
         batch, heads, _ = self.states.shape[:3]
-        row, sequence, head = numpy.unravel_index(numpy.arange(first, last), (self.states.shape[2], batch, heads))
-        counts = self.counts[first:last]
-        begin = int(self.ends[first] - self.counts[first]) if last > first else 0
+        row, sequence, head = numpy.unravel_index(numpy.arange(start, stop), (self.states.shape[2], batch, heads))
+        counts = self.counts[start:stop]
+        begin = int(self.ends[start] - self.counts[start]) if stop > start else 0
         words = self.words[begin : begin + int(counts.sum())]
         table_numbers = self.tables[head]
         return decode_symbols(
-            self.columns[first:last], self.tokens[first:last], counts, self.states[sequence, head, row], words, table_numbers, tables
+            self.columns[start:stop], self.tokens[start:stop], counts, self.states[sequence, head, row], words, table_numbers, tables
         )
 
 
@@ -170,7 +173,7 @@ def flatten_chunks(stream: torch.Tensor) -> Numbers:
 
 
 def join_halves(pairs: Numbers) -> Numbers:
-    """Join low and high 16-bit halves ``[..., 2]`` to 32-bit numbers, as int64 ``[...]``."""
+    """Join low and high 16-bit halves ``[..., 2]`` into 32-bit numbers, as int64 ``[...]``."""
     result: Numbers = pairs[..., 0] | pairs[..., 1] << 16
     return result
 

@@ -94,7 +94,7 @@ def take_rows(array: Array, width: int, indices: numpy.ndarray[Any, Any]) -> num
 
 
 def first_index(wrong: numpy.ndarray[Any, Any], first: int, shape: Sequence[int]) -> list[int]:
-    """Return the index, in an array of ``shape``, of the first true value of ``wrong``, a part that begins at flat index ``first``."""
+    """Return the index of the first true value of ``wrong``, a slice of an array of ``shape`` that begins at flat index ``first``."""
     return [int(i) for i in numpy.unravel_index(first + int(wrong.reshape(-1).argmax()), tuple(shape))]
 
 

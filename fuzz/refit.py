@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import zstandard
 
-from kvpack.file.header import Contents, LayerEntry, SideEntry, features_of, layout_bytes, side_tensors
+from kvpack.file.header import Contents, LayerEntry, SideEntry, layout_bytes, list_features, side_tensors
 from kvpack.formats import codec_from_params
 from kvpack.formats.errors import LimitExceeded
 from support.parts import Parts
@@ -47,7 +47,7 @@ def refit_tensors(parts: Parts, source: random.Random) -> Parts:
                 _count_entries(codecs[side["codec"]], side, f"{number}.{name}", stored, source)
             entries[name] = None if side is None else _side(side)
         layers.append(LayerEntry(**entries))
-    layouts = Contents(codecs=tuple(codecs), layers=tuple(layers), required=features_of(codecs)).layouts
+    layouts = Contents(codecs=tuple(codecs), layers=tuple(layers), required=list_features(codecs)).layouts
     if sum(map(layout_bytes, layouts.values())) > MAX_PAYLOAD_BYTES:
         raise LimitExceeded("the tensors would exceed the size of a fuzzer's input")
     rows, tensors = [], []

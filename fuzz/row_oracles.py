@@ -88,7 +88,7 @@ class RowOracle:
         """Return True if a row is accepted. A refused row must not cause any writes, and no row may crash a codec."""
         codec = self._described_codec(data)
         pages, values = _empty(codec)
-        (refused,) = codec.decode_into([data], pages, [0], values=True)
+        (refused,) = codec.decode_into([data], pages, [0], check_values=True)
         if refused is not None:
             assert not any(x.view(torch.uint8).any() for x in values), f"values were written, and then: {refused}"
         codec.decode_into([data], pages, [0])
@@ -101,7 +101,7 @@ class RowOracle:
         """
         codec = self._described_codec(data)
         pages, values = _empty(codec)
-        (refused,) = codec.decode_into([data], pages, [0], values=True)
+        (refused,) = codec.decode_into([data], pages, [0], check_values=True)
         read, rule = None, ""
         try:
             read = decoder.read_row(data)

@@ -229,7 +229,7 @@ def _sides(layer: Any) -> tuple[Side, Side]:
         raise InvalidType(f"attention requires one layer, such as cache[0], but got a {type(layer).__name__}{hint}")
     if layer.k is None or layer.v is None:
         contents = f"only {', '.join(layer.sides)}" if layer.sides else "neither"
-        raise InvalidParameter(f"attention requires keys and values, but the layer has {contents}")
+        raise InvalidParameter(f"attention requires keys and values, but the layer has {contents}: pass a layer with both")
     return layer.k, layer.v
 
 
@@ -257,7 +257,7 @@ def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int 
             f"q is on {q.device}, but the layer is on {places}: move them to the same device with q.to(...) or cache.to(...)"
         )
     if v.heads != k.heads:
-        raise InvalidParameter(f"keys have {k.heads} heads, but values have {v.heads}: attention requires the same number")
+        raise InvalidParameter(f"keys have {k.heads} heads, but values have {v.heads}: pass a layer with the same number of heads in both")
     if k.tokens == 0 or (causal and q.shape[2] > k.tokens):
         raise InvalidParameter(
             f"q has {q.shape[2]} queries, but the layer has {k.tokens} tokens: attention needs at least one token and, if causal, "

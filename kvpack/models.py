@@ -52,7 +52,7 @@ def load_model(path: str | os.PathLike[str] | None = None, attention: str = "sdp
 
 @contextlib.contextmanager
 def model_folder(path: str | os.PathLike[str] | None = None) -> Iterator[Path]:
-    """Yield the folder of a transformers model. Raises MissingFile.
+    """Yield the folder of a transformers model.
 
     ``path`` is a folder, a name on the hub, or None for the demo's model.
     """

@@ -258,19 +258,19 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
         "PageCodec.encode_into": (codec.encode_into, {"pages": pages(), "slots": SLOTS, "rows": rows(codec), "keys": KEYS}),
         "PageCodec.decode_into": (
             codec.decode_into,
-            {"rows": rows(codec), "pages": pages(), "slots": SLOTS, "keys": KEYS, "values": True},
+            {"rows": rows(codec), "pages": pages(), "slots": SLOTS, "keys": KEYS, "check_values": True},
         ),
         "PageCodec.start_encode": (codec.start_encode, {"pages": pages(), "slots": SLOTS, "rows": rows(codec), "keys": KEYS}),
         "PageCodec.start_decode": (
             codec.start_decode,
-            {"rows": rows(codec), "pages": pages(), "slots": SLOTS, "keys": KEYS, "values": True},
+            {"rows": rows(codec), "pages": pages(), "slots": SLOTS, "keys": KEYS, "check_values": True},
         ),
         "PageLayout.detect": (kvpack.pages.PageLayout.detect, {"geometry": GEOMETRY, "write": writer, "page": page}),
         "PageLayout.buffer": (layout.buffer, {"pool": pool}),
         "PageLayout.staging": (layout.staging, {"slots": 2}),
         "PageLayout.gather": (layout.gather, {"pool": pool, "slots": SLOTS, "staging": layout.staging(2)}),
         "PageLayout.scatter": (layout.scatter, {"staging": layout.staging(2), "pool": pool, "slots": SLOTS}),
-        "PageCodec.check": (codec.check, {"rows": rows(codec), "keys": KEYS, "values": True}),
+        "PageCodec.check": (codec.check, {"rows": rows(codec), "keys": KEYS, "check_values": True}),
         "PageStore": (lambda **given: kvpack.PageStore(**given).close(), {**locations, "geometry": GEOMETRY, "threads": 1, "jobs": 1}),
         "PageStore.contains": (paged.contains, {"keys": KEYS}),
         "PageStore.put": (paged.put, {"keys": KEYS, "pages": pages(), "slots": SLOTS, "ancestors": [b"c"]}),
@@ -289,8 +289,8 @@ CALLS = entries(Path(_FOLDER.name))
 
 PARTS = {
     "Cache": {"check_ends"},
-    "Identity": {"from_header", "of_parts", "weights_of_kind"},
-    "Inputs": {"from_bytes", "from_features", "of_rows", "select", "slice", "to_features", "with_missing_ids"},
+    "Identity": {"from_header", "from_model_parts", "weights_of_kind"},
+    "Inputs": {"from_bytes", "from_features", "from_rows", "select", "slice", "to_features", "with_missing_ids"},
     "LiveCache": {"snapshot"},
     "PageCodec": {"validate_arguments"},
     "PageGeometry": {"codec", "slots"},

@@ -61,7 +61,7 @@ def choose_loaders(rows: int, k: Side, v: Side) -> int:
     if rows > MAX_DUAL_ROWS or any(side.outliers for side in sides):
         return 0
     # The second half of the rows cannot be for second tokens of keys and for second fields of values.
-    has_dual_keys = any(loaders.dual_tiles_of(segment.frame.codec) for segment in sides[0].segments)
+    has_dual_keys = any(loaders.find_dual_tiles(segment.frame.codec) for segment in sides[0].segments)
     return frame_columns.PAIRED if rows <= MAX_PAIRED_ROWS and not has_dual_keys else frame_columns.DUAL
 
 

@@ -18,7 +18,7 @@ MIN_OUTLIER_FACTOR = tl.constexpr(2.0**-7)
 def tile_factors(
     loaded: tl.tuple,
     AT: tl.constexpr,
-    second: tl.tensor,
+    is_second: tl.tensor,
     FACTOR: tl.constexpr,
     CONSTANTS: tl.constexpr,
     PAIRED: tl.constexpr,
@@ -31,11 +31,11 @@ def tile_factors(
     """
     factor = FACTOR(loaded[0][AT], CONSTANTS, FAST)
     if PAIRED and len(factor) == 1:
-        factor = repeat_columns(factor[0], second.shape[2] // 2, False)
+        factor = repeat_columns(factor[0], is_second.shape[2] // 2, False)
     elif PAIRED:
-        factor = tl.where(second, factor[1][:, :, None], factor[0][:, :, None])
+        factor = tl.where(is_second, factor[1][:, :, None], factor[0][:, :, None])
     elif len(loaded) == 2:
-        factor = tl.where(second, FACTOR(loaded[1][AT], CONSTANTS, FAST)[:, :, None], factor[:, :, None])
+        factor = tl.where(is_second, FACTOR(loaded[1][AT], CONSTANTS, FAST)[:, :, None], factor[:, :, None])
     return factor
 
 
@@ -69,7 +69,7 @@ def _power_and_quotient(factor: tl.tensor) -> tl.tuple:
 @triton.jit
 def power_and_quotients(
     loaded: tl.tuple,
-    second: tl.tensor,
+    is_second: tl.tensor,
     V: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
@@ -81,9 +81,9 @@ def power_and_quotients(
     CONSTANTS: tl.constexpr = V.constants
     SIGNS: tl.constexpr = V.signs
     if V.factor is None:
-        factor = tl.full(tile_factors(loaded, 1, second, sign_norm_factor, SIGNS, False, FAST).shape, 1.0, tl.float32)
+        factor = tl.full(tile_factors(loaded, 1, is_second, sign_norm_factor, SIGNS, False, FAST).shape, 1.0, tl.float32)
     else:
-        factor = tile_factors(loaded, 0, second, V.factor, CONSTANTS, V.dual, FAST)
+        factor = tile_factors(loaded, 0, is_second, V.factor, CONSTANTS, V.dual, FAST)
     if V.signs is None and V.outliers is None:
         result = _power_and_quotient(factor)
     else:
@@ -92,7 +92,7 @@ def power_and_quotients(
             largest = tl.maximum(largest, MIN_OUTLIER_FACTOR)
         sign_factor = largest
         if V.signs is not None:
-            sign_factor = tile_factors(loaded, 1, second, sign_norm_factor, SIGNS, False, FAST)
+            sign_factor = tile_factors(loaded, 1, is_second, sign_norm_factor, SIGNS, False, FAST)
             largest = tl.maximum(largest, tl.abs(sign_factor))
         power, inverse, _ = _power_and_quotient(largest)
         result = power, inverse, factor * inverse, sign_factor * inverse

@@ -100,7 +100,7 @@ def _choose_loaders(k: Codec, v: Codec, dual: int) -> tuple[Tiles, Tiles]:
     keys, values = loader(k, dual), loader(v, dual)
     result = keys.keys or keys, values.values or values
     if all(tiles.dual and (tiles.whole_groups == 1 or tiles.whole_groups % (2 * tiles.tokens) == 0) for tiles in result):
-        k_tiles, v_tiles = (loaders.dual_tiles_of(codec, NEIGHBORS) for codec in (k, v))
+        k_tiles, v_tiles = (loaders.find_dual_tiles(codec, NEIGHBORS) for codec in (k, v))
         assert k_tiles is not None
         assert v_tiles is not None
         result = k_tiles, v_tiles

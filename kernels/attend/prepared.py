@@ -364,11 +364,11 @@ class PreparedCall:
         # The loads of one block are in flight together.
         max_parts = ROW_VALUES // block_columns if self._rotated else ORDERED_PARTS
         block_parts = max(1, min(max_parts, max(ORDERED_WARP_PARTS, next_power_of_two(self._parts))))
-        second = next(iter(self._v_frames.values()))[1]
+        middle = next(iter(self._v_frames.values()))[1]
         launch = CachedLaunch(
             merge.merge_originals,
             (shape.sequences * shape.rows, -(-self.dim_v // ROW_CHANNELS), 1),
-            (self._parts, second, shape.rows, shape.padded, shape.heads, shape.q_len, matrix.shape[0]),
+            (self._parts, middle, shape.rows, shape.padded, shape.heads, shape.q_len, matrix.shape[0]),
             {
                 "SINK_LOGITS": self.options.sink_logits, "COLUMNS": self._columns, "WIDTHS": widths, "DIM": self.dim_v,
                 "BLOCK_PARTS": block_parts, "BLOCK_COLUMNS": block_columns, "BLOCK_DIM": ROW_CHANNELS, "ROTATED": self._rotated,
@@ -392,11 +392,11 @@ class PreparedCall:
         shape, sums = self.shape, MAPPED + len(self._mapped_frames)
         codecs = tuple((frame.codec, frame_columns.columns(frame.codec, self._dual)) for frame in self._v_frames)
         matrix = frame_columns.value_matrix(codecs, 1, str(self._device))
-        places, stop = [], 0
+        channels, stop = [], 0
         for _, columns in codecs:
-            places.append(tuple(range(stop, stop + len(columns))))
+            channels.append(tuple(range(stop, stop + len(columns))))
             stop += len(columns)
-        second = next(iter(self._v_frames.values()))[1]
+        middle = next(iter(self._v_frames.values()))[1]
         sequences = 1 if matrix.shape[0] == 1 else shape.sequences
         count = shape.sequences * shape.rows // sequences
         launch = CachedLaunch(
@@ -409,15 +409,15 @@ class PreparedCall:
             },
             self._overlap,
         )  # fmt: skip
-        merged = self._merge_into(sums, places, stop, 0, second, self._parts)
+        merged = self._merge_into(sums, channels, stop, 0, middle, self._parts)
         return [merged, (launch, [(OUT, 0), (sums, 0), (matrix, 0), (sums, 0)])]
 
     def _merge_into(
-        self, out: int, channels_of_frames: list[tuple[int, ...]], dim: int, first: int, second: int, last: int
+        self, out: int, channels_of_frames: list[tuple[int, ...]], dim: int, start: int, middle: int, stop: int
     ) -> _LaunchTensors:
         """Return a launch of ``merge.merge`` that writes ``dim`` channels to tensor ``out`` of the call.
 
-        It merges parts ``[first, second)`` of the first frame and parts ``[second, last)`` of the second frame. ``channels_of_frames``
+        It merges parts ``[start, middle)`` of the first frame and parts ``[middle, stop)`` of the second frame. ``channels_of_frames``
         contains, for each frame, the channel of each column.
         """
         shape = self.shape
@@ -429,7 +429,7 @@ class PreparedCall:
         launch = CachedLaunch(
             merge.merge,
             (shape.sequences * shape.rows, channels.numel() // block_columns, 1),
-            (self._parts, first, second, last, second_block, shape.rows, shape.padded, shape.heads, shape.q_len),
+            (self._parts, start, middle, stop, second_block, shape.rows, shape.padded, shape.heads, shape.q_len),
             {
                 "SINK_LOGITS": self.options.sink_logits, "COLUMNS": self._columns, "DIM": dim, "BLOCK_PARTS": block_parts,
                 "BLOCK_COLUMNS": block_columns, "DEPENDENT": self._dependent,

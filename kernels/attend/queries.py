@@ -25,7 +25,7 @@ class Queries(NamedTuple):
     - ``offset``: a number to add to all scores of the row;
     - ``scale``: the factor of the row's scores;
     - ``position``: the token position of the row's query;
-    - ``second``: True if the row's scores belong to the second token of a dual tile's rows;
+    - ``is_second``: True if the row's scores belong to the second token of a dual tile's rows;
     - ``products``: the address of the row's product with the mean of the program's first page, unused without means. The program has
       ``pages`` pages, whose products are ``stride`` products apart (``key_mean.load_products``).
     """
@@ -35,7 +35,7 @@ class Queries(NamedTuple):
     offset: Any
     scale: Any
     position: Any
-    second: Any
+    is_second: Any
     products: Any
     pages: Any
     stride: Any
@@ -77,7 +77,7 @@ def load_queries(
     SETS: tl.constexpr = 2 if DUAL and not K.dual else 1
     padded = row_blocks * BLOCK
     row = tl.arange(0, ROWS)  # [row]
-    second = (row >= ROWS // 2)[None, None, :]  # [1, 1, row]
+    is_second = (row >= ROWS // 2)[None, None, :]  # [1, 1, row]
     if DUAL or PAIRED:
         row = row % (ROWS // 2)
     row_products = 0
@@ -87,7 +87,7 @@ def load_queries(
             row_products = products + row_products
     row += block * BLOCK
     begin = q + sequence.to(tl.int64) * K.columns * padded
-    tiles = _query_tiles(begin, row, second, padded, K, DUAL, WARPS)  # [warp, column, row] each
+    tiles = _query_tiles(begin, row, is_second, padded, K, DUAL, WARPS)  # [warp, column, row] each
     sign_half_sum = 0.0
     if SIGNS is not None:
         tiles = scale_sign_queries(tiles, SIGNS, SETS)
@@ -96,7 +96,7 @@ def load_queries(
     if K.offset:
         offset = tl.load(begin + constexpr_sum(WIDTHS) * padded + row)[None, None, :]
     scale = tl.load(scales + sequence * padded + row)[None, None, :]  # [1, 1, row]
-    return Queries(tiles, sign_half_sum, offset, scale, position + (row % q_len)[None, None, :], second, row_products, pages, BLOCK)
+    return Queries(tiles, sign_half_sum, offset, scale, position + (row % q_len)[None, None, :], is_second, row_products, pages, BLOCK)
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def relative_to(queries: tl.tuple, token: tl.tensor) -> tl.tuple:
     """Return ``queries`` with positions relative to ``token``, as int32."""
     position = (queries.position - token).to(tl.int32)
     return Queries(
-        queries.tiles, queries.half_sum, queries.offset, queries.scale, position, queries.second,
+        queries.tiles, queries.half_sum, queries.offset, queries.scale, position, queries.is_second,
         queries.products, queries.pages, queries.stride,
     )  # fmt: skip
 
@@ -113,7 +113,7 @@ def relative_to(queries: tl.tuple, token: tl.tensor) -> tl.tuple:
 def with_scale(queries: tl.tuple, scale: tl.tensor) -> tl.tuple:
     """Return ``queries`` with the factor ``scale``, clamped to finite values."""
     return Queries(
-        queries.tiles, queries.half_sum, queries.offset, finite_factor(scale), queries.position, queries.second,
+        queries.tiles, queries.half_sum, queries.offset, finite_factor(scale), queries.position, queries.is_second,
         queries.products, queries.pages, queries.stride,
     )  # fmt: skip
 
@@ -122,7 +122,7 @@ def with_scale(queries: tl.tuple, scale: tl.tensor) -> tl.tuple:
 def _query_tiles(
     q: tl.tensor,
     row: tl.tensor,
-    second: tl.tensor,
+    is_second: tl.tensor,
     stride: tl.tensor,
     K: tl.constexpr,
     DUAL: tl.constexpr,
@@ -131,8 +131,8 @@ def _query_tiles(
     """Load a query as tiles ``[warp, column, row]`` in the column order of key tiles.
 
     For bf16 keys, each tile is loaded twice: the high halves and the low halves of the query. With ``DUAL``, each row belongs to the first
-    or the second token of a tile row, and ``second`` is a mask of the rows of second tokens. For dual keys, the columns of the other token
-    are then 0; otherwise, each token has its own set of tiles.
+    or the second token of a tile row, and ``is_second`` is a mask of the rows of second tokens. For dual keys, the columns of the other
+    token are then 0; otherwise, each token has its own set of tiles.
     """
     WIDTHS: tl.constexpr = K.widths
     tiles = ()
@@ -140,7 +140,7 @@ def _query_tiles(
         if index == len(WIDTHS):
             q -= constexpr_sum(WIDTHS) * stride
         tile = _query_tile(
-            q, row, second == (index >= len(WIDTHS)), stride,
+            q, row, is_second == (index >= len(WIDTHS)), stride,
             WIDTHS[index % len(WIDTHS)], K.dual, K.interleave, DUAL, WARPS,
         )  # fmt: skip
         if K.dtype == "bf16":

@@ -57,7 +57,7 @@ def score(
     """Return base-2 scores ``[warp, token, row]`` for each ``loaded`` tile. With ``MASKED``, invisible tokens get the score -inf.
 
     ``token``, ``[warp, token]``, contains the token numbers of each warp's first tile. ``first`` is the first warp's first token, counted
-    from the start of the program's first page of means. With ``DUAL``, the scores in ``queries.second`` rows belong to the token that is
+    from the start of the program's first page of means. With ``DUAL``, the scores in ``queries.is_second`` rows belong to the token that is
     ``tile_layout.second_token_offset`` tokens later. If key tiles are not dual, that token has a tile of its own.
     """
     TOKENS: tl.constexpr = token.shape[1]
@@ -71,7 +71,7 @@ def score(
         if MASKED:
             position = (token + tile * (2 * TOKENS if DUAL else TOKENS))[:, :, None]  # [warp, token, 1], with DUAL [warp, token, row]
             if DUAL:
-                position = position + queries.second.to(tl.int32) * second_token_offset(DUAL, TOKENS)
+                position = position + queries.is_second.to(tl.int32) * second_token_offset(DUAL, TOKENS)
             is_visible = (
                 (position < visible.end) & (position <= queries.position + visible.ahead) & (position > queries.position - visible.window)
             )
@@ -128,17 +128,18 @@ def _score_tile(
                 products = scores + products * K.step_factor(loaded[index][0], step, CONSTANTS, FAST)[:, :, None]
             scores = products
     if K.factor is not None:
-        scores = scores * broadcast_over_rows(tile_factors(loaded, 0, queries.second, K.factor, CONSTANTS, K.dual, FAST))
+        scores = scores * broadcast_over_rows(tile_factors(loaded, 0, queries.is_second, K.factor, CONSTANTS, K.dual, FAST))
     if K.signs is not None:
         products = tl.zeros((WARPS, TOKENS, ROWS), tl.float32) + queries.half_sum
         for index in tl.static_range(len(loaded)):
             for step in tl.static_range(SIGN_STEPS):
                 tiles = decode_bits(loaded[index][1], lookup.column_fields, step, SIGNS, MODE)
                 products = _add_products(products, tiles, queries.tiles, (index + 1) * TILES_PER_TOKEN - SIGN_STEPS + step)
-        scores += products * broadcast_over_rows(tile_factors(loaded, 1, queries.second, bit_factor, SIGNS, False, FAST))
+        scores += products * broadcast_over_rows(tile_factors(loaded, 1, queries.is_second, bit_factor, SIGNS, False, FAST))
     if K.means is not None:
         scores += load_products(
-            queries.products, queries.pages, queries.stride, first, queries.second, MEANS, DUAL, TILES, TILE, WARPS, TOKENS, MASKED, FAST,
+            queries.products, queries.pages, queries.stride, first, queries.is_second, MEANS, DUAL, TILES, TILE, WARPS, TOKENS, MASKED,
+            FAST,
         )  # fmt: skip
     if K.outliers is not None:
         scores = add_outlier_scores(scores, entries, queries.tiles, TILE, OUTLIERS, FAST)

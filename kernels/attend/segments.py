@@ -142,7 +142,7 @@ def side_segments(side: Side) -> SideSegments:
             first += page.tokens
         if side.tail.shape[2]:
             result.append(SideSegment(Raw(side.dim, RAW_DTYPES[side.tail.dtype]), first, side.tail.shape[2], {"values": side.tail}))
-        supported = all(segment.exact and loaders.tiles_of(segment.codec) is not None for segment in result)
+        supported = all(segment.exact and loaders.find_tiles(segment.codec) is not None for segment in result)
         outliers = any(segment.codec.sidecar(Outliers) is not None for segment in result)
         _side_segments[side] = SideSegments(result, supported, outliers)
     return _side_segments[side]
@@ -193,7 +193,7 @@ def _segment_with_sidecars(page: PackedRun, first: int, start: int, stop: int, f
     assert isinstance(page.codec, CodecWithSidecars)
     streams = page.streams if (start, stop) == (0, page.tokens) else page.rows(start, stop, entries=False)
     segment = _page_segment(page.codec.codec, first + start, page, streams, frame)._replace(tokens=stop - start, start=start)
-    tiles = loaders.tiles_of(segment.codec)
+    tiles = loaders.find_tiles(segment.codec)
     # Sidecars that no loader supports stay in the codec, so that PyTorch handles the page.
     sidecars = (*page.codec.page_vectors, *page.codec.frame_parts, *page.codec.sketches)
     outliers: Mapping[str, torch.Tensor] = {}

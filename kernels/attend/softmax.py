@@ -64,7 +64,7 @@ def add(
     scores: tl.tuple,
     loaded: tl.tuple,
     entries: tl.tuple,
-    second: tl.tensor,
+    is_second: tl.tensor,
     lookup: tl.tuple,
     V: tl.constexpr,
     FAST: tl.constexpr,
@@ -83,16 +83,16 @@ def add(
     SIGN_STEPS: tl.constexpr = 0 if V.signs is None else V.signs.steps
     FIRST_SIGNS: tl.constexpr = len(softmax.sums) - SIGN_STEPS
     TILES_PER_ROW: tl.constexpr = len(loaded) // len(scores)
-    largest, total, weights, sign_weights, plain_weights, rescale = _weights(softmax, scores, loaded, second, V, FAST)
+    largest, total, weights, sign_weights, plain_weights, rescale = _weights(softmax, scores, loaded, is_second, V, FAST)
     sums = ()
     for index in tl.static_range(len(softmax.sums)):
         sums = sums + (softmax.sums[index] * rescale,)
     for index in tl.static_range(len(loaded)):
-        weight = _tile_weights(weights[index // TILES_PER_ROW], second, index, TILES_PER_ROW)
+        weight = _tile_weights(weights[index // TILES_PER_ROW], is_second, index, TILES_PER_ROW)
         if V.paired:
-            weight = pair_weights(weight, second, FAST)
+            weight = pair_weights(weight, is_second, FAST)
         if V.signs is not None:
-            sign_weight = _tile_weights(sign_weights[index // TILES_PER_ROW], second, index, TILES_PER_ROW)
+            sign_weight = _tile_weights(sign_weights[index // TILES_PER_ROW], is_second, index, TILES_PER_ROW)
         added = ()
         for step in tl.static_range(STEPS):
             tiles = V.decode(loaded[index][0], lookup.column_fields, lookup.table, step, CONSTANTS, MODE)
@@ -110,7 +110,7 @@ def add(
 
 
 @triton.jit
-def _weights(softmax: tl.tuple, scores: tl.tuple, loaded: tl.tuple, second: tl.tensor, V: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+def _weights(softmax: tl.tuple, scores: tl.tuple, loaded: tl.tuple, is_second: tl.tensor, V: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """Return the new largest score and total, the weights of values, signs and outliers, and the factor that rescales earlier sums.
 
     Weights are ``[warp, token, row]`` for each tile; the factor is ``[warp, 1, row]``.
@@ -121,7 +121,7 @@ def _weights(softmax: tl.tuple, scores: tl.tuple, loaded: tl.tuple, second: tl.t
     for tile in tl.static_range(len(scores)):
         score = scores[tile]
         if V.factor is not None or V.signs is not None:
-            power = power_and_quotients(loaded[tile * TILES_PER_ROW : (tile + 1) * TILES_PER_ROW], second, V, FAST)
+            power = power_and_quotients(loaded[tile * TILES_PER_ROW : (tile + 1) * TILES_PER_ROW], is_second, V, FAST)
             score = score + broadcast_over_rows(power[0])
             powers = powers + (power,)
         shifted_scores = shifted_scores + (score,)
@@ -169,7 +169,7 @@ def _add_weighted(tiles: tl.tuple, weights: tl.tensor, sums: tl.tuple, FIRST: tl
 
 
 @triton.jit
-def pair_weights(weights: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
+def pair_weights(weights: tl.tensor, is_second: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
     """Return the weights ``[warp, token, row]`` for both tiles of a paired step (``Tiles.paired``).
 
     In the first tile, positions 2i and 2i + 1 are the two fields of token 2i. In the second tile, they are the two fields of token 2i + 1.
@@ -187,16 +187,16 @@ def pair_weights(weights: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> t
     else:
         even, odd = tl.split(tl.trans(tl.reshape(weights, (WARPS, TOKENS // 2, 2, ROWS)), 0, 1, 3, 2))
         field = (tl.arange(0, 2) == 1)[None, None, :, None]
-        first = tl.reshape(tl.where(field == second[:, :, None, :], even[:, :, None, :], 0.0), (WARPS, TOKENS, ROWS))
-        other = tl.reshape(tl.where(field == second[:, :, None, :], odd[:, :, None, :], 0.0), (WARPS, TOKENS, ROWS))
+        first = tl.reshape(tl.where(field == is_second[:, :, None, :], even[:, :, None, :], 0.0), (WARPS, TOKENS, ROWS))
+        other = tl.reshape(tl.where(field == is_second[:, :, None, :], odd[:, :, None, :], 0.0), (WARPS, TOKENS, ROWS))
     return first.to(tl.float16), other.to(tl.float16)
 
 
 @triton.jit
-def _tile_weights(weights: tl.tensor, second: tl.tensor, TILE: tl.constexpr, TILES_PER_ROW: tl.constexpr) -> tl.tensor:
+def _tile_weights(weights: tl.tensor, is_second: tl.tensor, TILE: tl.constexpr, TILES_PER_ROW: tl.constexpr) -> tl.tensor:
     """Return the weights for value tile ``TILE``. If a score row covers two tiles, rows that belong to the other tile's tokens become 0."""
     if TILES_PER_ROW == 2:
-        weights = tl.where(second == (TILE % 2 == 1), weights, 0)
+        weights = tl.where(is_second == (TILE % 2 == 1), weights, 0)
     return weights
 
 
@@ -218,7 +218,7 @@ def _round_product(value: tl.tensor, factor: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def merge_tokens(softmax: tl.tuple, second: tl.tensor, V: tl.constexpr) -> tl.tuple:
+def merge_tokens(softmax: tl.tuple, is_second: tl.tensor, V: tl.constexpr) -> tl.tuple:
     """Merge the sums for the first and the second tokens of tile rows. This halves the rows and, for dual values, the columns."""
     largest = softmax.largest
     total = softmax.total
@@ -232,7 +232,7 @@ def merge_tokens(softmax: tl.tuple, second: tl.tensor, V: tl.constexpr) -> tl.tu
         if V.dual:
             # Columns of dual tiles alternate between two tokens: drop products of one token's values with the other's weights.
             value = tl.where(
-                (tl.arange(0, 2 * WIDTH)[None, :, None] // V.interleave % 2 == 1) == second, softmax.sums[index] * rescale, 0.0
+                (tl.arange(0, 2 * WIDTH)[None, :, None] // V.interleave % 2 == 1) == is_second, softmax.sums[index] * rescale, 0.0
             )
             value = tl.sum(tl.sum(tl.reshape(value, (WARPS, WIDTH // V.interleave, 2, V.interleave, 2, ROWS)), 4), 2)
             value = tl.reshape(value, (WARPS, WIDTH, ROWS))

@@ -222,7 +222,7 @@ def attend_split(
         )  # fmt: skip
         if LATE:
             v_loaded = load_tiles(v.streams, v.first + offset, token, work.count, V, TILES * ROW_TOKENS, TOKENS, False)
-        softmax = add(softmax, scores, v_loaded, entries[1], queries.second, v_lookup, V, FAST)
+        softmax = add(softmax, scores, v_loaded, entries[1], queries.is_second, v_lookup, V, FAST)
 
     # Second loop: tiles with tokens that some queries do not see. Token counts of a work item fit in int32.
     queries = relative_to(queries, work.begin)
@@ -251,11 +251,11 @@ def attend_split(
         )  # fmt: skip
         if LATE:
             v_loaded = load_tiles(v.streams, v.first + offset, span_token, work.count - offset, V, ROW_TOKENS, TOKENS, True)
-        softmax = add(softmax, scores, v_loaded, entries[1], queries.second, v_lookup, V, FAST)
+        softmax = add(softmax, scores, v_loaded, entries[1], queries.is_second, v_lookup, V, FAST)
 
     _finish(
-        softmax, v.streams, queries.second, sums_out, largest_out, total_out, sequence, block, row_blocks * BLOCK, rows, parts, first_part,
-        item, V, DUAL, WARPS, ROWS, BLOCK, COLUMNS,
+        softmax, v.streams, queries.is_second, sums_out, largest_out, total_out, sequence, block, row_blocks * BLOCK, rows, parts,
+        first_part, item, V, DUAL, WARPS, ROWS, BLOCK, COLUMNS,
     )  # fmt: skip
     if DEPENDENT and not FIRST:
         # The previous launch may still run: the merge waits only for this one, so this one must not end before it.
@@ -278,7 +278,7 @@ def _lookup(iota: tl.tensor, table: tl.tensor, rows: tl.tuple, SIDE: tl.constexp
 def _finish(
     softmax: tl.tuple,
     streams: tl.tuple,
-    second: tl.tensor,
+    is_second: tl.tensor,
     sums_out: tl.tensor,
     largest_out: tl.tensor,
     total_out: tl.tensor,
@@ -300,7 +300,7 @@ def _finish(
     CONSTANTS: tl.constexpr = V.constants
     softmax = Softmax(softmax.largest, tl.sum(softmax.total, 1)[:, None, :], softmax.sums)
     if DUAL:
-        softmax = merge_tokens(softmax, second, V)
+        softmax = merge_tokens(softmax, is_second, V)
     row = tl.arange(0, ROWS // 2 if DUAL else ROWS)  # [row]
     EACH: tl.constexpr = 2 if V.paired else 1
     # With paired values, the second half of the rows has the sums of second fields.

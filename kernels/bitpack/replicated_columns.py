@@ -5,7 +5,7 @@ registers, and each copy is shifted to a different field.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
-# ruff: noqa: RUF005, SIM108
+# ruff: noqa: RUF005
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def load_columns(
     first: tl.tensor,
     token: tl.tensor,
     valid: tl.tensor,
-    second: tl.tensor,
+    is_second: tl.tensor,
     word: tl.tensor,
     ROW: tl.constexpr,
     SECOND_OFFSET: tl.constexpr,
@@ -112,8 +112,8 @@ def load_columns(
 ) -> tl.tensor:
     """Load one word per column from the row of each ``token``. Rows have ``ROW`` words and are counted from row ``first``.
 
-    ``word``, ``[1, column]``, is the index in the row of each column's word. ``second`` is as in ``tile_layout.column_tokens``. ``COPIED``
-    is True if the tile will be replicated in registers.
+    ``word``, ``[1, column]``, is the index in the row of each column's word. ``is_second`` is as in ``tile_layout.column_tokens``.
+    ``COPIED`` is True if the tile will be replicated in registers.
     """
     # With warps as the outermost axis, the compiler would store a transposed tile in shared memory in the order of its reads, and could
     # then not copy its rows there ahead of time.
@@ -124,10 +124,10 @@ def load_columns(
             valid = (tl.permute(valid[0], (1, 0)), tl.permute(valid[1], (1, 0)))
         elif MASKED:
             valid = tl.permute(valid, (1, 0))
-    row = column_tokens(token, second, SECOND_OFFSET, TRANSPOSED and not WARPS_LAST)
+    row = column_tokens(token, is_second, SECOND_OFFSET, TRANSPOSED and not WARPS_LAST)
     address = pointer + first * ROW + (row * ROW + broadcast_columns(word, TRANSPOSED and not WARPS_LAST))
     if MASKED:
-        words = tl.load(address, valid_columns(valid, second, SECOND_OFFSET, TRANSPOSED and not WARPS_LAST), 0)
+        words = tl.load(address, valid_columns(valid, is_second, SECOND_OFFSET, TRANSPOSED and not WARPS_LAST), 0)
     else:
         words = tl.load(address)
     if WARPS_LAST:

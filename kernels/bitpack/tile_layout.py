@@ -95,26 +95,26 @@ def tile_copies(value: tl.tensor, COPIES: tl.constexpr, TRANSPOSED: tl.constexpr
 
 
 @triton.jit
-def column_tokens(token: tl.tensor, second: tl.tensor, SECOND_OFFSET: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
+def column_tokens(token: tl.tensor, is_second: tl.tensor, SECOND_OFFSET: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
     """Return the token of each element of a tile, in a shape that broadcasts to the tile.
 
-    ``token`` is ``[warp, token]``. ``second``, ``[1, column]``, is 1 for columns that belong to a row's second token, and 0 for others.
+    ``token`` is ``[warp, token]``. ``is_second``, ``[1, column]``, is 1 for columns that belong to a row's second token, and 0 for others.
     """
     value = broadcast_tokens(token, TRANSPOSED)
     if SECOND_OFFSET:
-        value = value + broadcast_columns(second, TRANSPOSED) * SECOND_OFFSET
+        value = value + broadcast_columns(is_second, TRANSPOSED) * SECOND_OFFSET
     return value
 
 
 @triton.jit
-def valid_columns(valid: tl.tensor, second: tl.tensor, SECOND_OFFSET: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
+def valid_columns(valid: tl.tensor, is_second: tl.tensor, SECOND_OFFSET: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
     """Return a mask of the tile elements whose token is valid, in a shape that broadcasts to the tile.
 
     ``valid`` is ``[warp, token]``. For a dual tile, it is a pair of such masks, for the first and the second tokens.
     """
     if SECOND_OFFSET:
-        is_second = broadcast_columns(second, TRANSPOSED) != 0
-        value = (broadcast_tokens(valid[0], TRANSPOSED) & (is_second == 0)) | (broadcast_tokens(valid[1], TRANSPOSED) & is_second)
+        in_second = broadcast_columns(is_second, TRANSPOSED) != 0
+        value = (broadcast_tokens(valid[0], TRANSPOSED) & (in_second == 0)) | (broadcast_tokens(valid[1], TRANSPOSED) & in_second)
     else:
         value = broadcast_tokens(valid, TRANSPOSED)
     return value

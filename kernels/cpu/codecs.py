@@ -271,7 +271,7 @@ def _head_run_table(codec: Klt, offsets: dict[tuple[int, int], int]) -> list[int
     result = [
         (head, run, bytes_[0], part.width, part.columns)
         for part in codec.runs
-        for head, run, bytes_ in zip(part.heads, part.runs, part.places, strict=True)
+        for head, run, bytes_ in zip(part.heads, part.runs, part.byte_positions, strict=True)
     ]
     for head, run, byte, width, columns in sorted(result):
         heads[head] += [byte, width, HEAD_RUN_COLUMNS * run, columns, offsets[head, run]]

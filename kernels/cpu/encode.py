@@ -116,7 +116,7 @@ def encode(
     dtype or the strides. ``previous`` contains the streams of the preceding tokens, if any. ``level`` is an index into
     ``library.levels()``. For a codec with ``direction_spread``, the tokens' norms (``codec.coded_norms``) and relative errors are written
     to ``norms`` and ``errors``, contiguous float32 ``[batch, kv_head, token]``. ``skipped``, contiguous bool ``[batch, token]``, marks
-    tokens to encode as zeros; only Minifloat supports it. Raises MemoryError.
+    tokens to encode as zeros; only Minifloat supports it.
     """
     if skipped is not None and type(codec) is not Minifloat:
         return None
@@ -318,10 +318,7 @@ def _padded_table(values: list[float], padding: float) -> torch.Tensor:
 
 
 def norms(x: torch.Tensor) -> torch.Tensor | None:
-    """Return the norm of each token in each head, as ``norms_per_head`` does, or None for unsupported dtypes and strides.
-
-    Raises MemoryError.
-    """
+    """Return the norm of each token in each head, as ``norms_per_head`` does, or None for unsupported dtypes and strides."""
     batch, heads, tokens, dim = x.shape
     if x.dtype not in DTYPES or not (x.stride(3) == 1 or dim == 1):
         return None
@@ -340,7 +337,7 @@ def choose_raw_tokens(
 ) -> torch.Tensor:
     """Choose raw tokens as ``raw.choose`` does by the result of ``raw.selection_norms``. Returns contiguous bool ``[batch, packed]``.
 
-    ``packed`` is the number of tokens to choose from, and ``position`` that of the first token. Raises MemoryError.
+    ``packed`` is the number of tokens to choose from, and ``position`` that of the first token.
     """
     if value_norms is not None and raw.low_norm:
         near_zero = _choose(value_norms, low=LOW_VALUE_SHARE * raw.low_norm)
@@ -395,10 +392,10 @@ def has_large(sizes: torch.Tensor, ratio: float, level: int = 0, kind: int = _FL
         return None
     tokens, members = (sizes.shape[-1], 1) if kind == _FLOATS else sizes.shape[2:4]
     rows = sizes.nbytes // (tokens * members * (1 if kind == _POWERS else 4))
-    return run_sizes(library.SizesArguments(sizes.data_ptr(), kind, 1, 0, rows, tokens, members, PAGE_TOKENS, ratio, level))
+    return run_size_check(library.SizesArguments(sizes.data_ptr(), kind, 1, 0, rows, tokens, members, PAGE_TOKENS, ratio, level))
 
 
-def run_sizes(call: library.SizesArguments) -> bool:
+def run_size_check(call: library.SizesArguments) -> bool:
     """Run the C function on the struct ``call``. Returns True if it finds a large size."""
     c_library = library.library()
     assert c_library is not None

@@ -51,7 +51,7 @@ def encode(
 ) -> dict[str, torch.Tensor]:
     """Encode ``x`` to the same streams as ``formats/``. ``supports_encoding`` must return True for it.
 
-    ``previous`` contains the streams of the preceding tokens, if any. ``level`` is an index into ``library.levels()``. Raises MemoryError.
+    ``previous`` contains the streams of the preceding tokens, if any. ``level`` is an index into ``library.levels()``.
     """
     batch, heads, tokens, dim = x.shape
     counts = numpy.empty((batch * heads, 256), numpy.int64)
@@ -86,7 +86,7 @@ def encode(
 def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level: int = 0) -> None:
     """Unpack all tokens of ``side`` into ``out`` ``[batch, kv_head, token, dim]`` with contiguous channels.
 
-    ``supports`` must return True for ``side``. ``level`` is an index into ``library.levels()``. Raises MemoryError.
+    ``supports`` must return True for ``side``. ``level`` is an index into ``library.levels()``.
     """
     codec = side.codec
     assert isinstance(codec, Lossless)

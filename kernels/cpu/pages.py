@@ -97,7 +97,7 @@ class LargeErrorCheck:
         """Return True if the packed row at address ``row`` has a large error (see ``encode.has_large_error``)."""
         call = library.SizesArguments.from_buffer_copy(self._call)
         call.data = row + self._offset
-        return encode.run_sizes(call)
+        return encode.run_size_check(call)
 
 
 def supports_error_check(codec: Codec) -> bool:
@@ -126,7 +126,7 @@ class Decoder:
         )
 
     def run(self, row: int, values: PageValues, threads: int) -> None:
-        """Decode the packed row at address ``row`` into ``values``. Raises MemoryError."""
+        """Decode the packed row at address ``row`` into ``values``."""
         segment = (ctypes.c_int64 * (2 + 4 * len(self._streams)))(0, self._tokens)
         for index, (location, stride) in enumerate(self._streams):
             segment[2 + 4 * index : 6 + 4 * index] = [row + location.offset, stride, location.head, location.row]
@@ -175,7 +175,7 @@ class RawTokenChooser:
     def run(self, keys: PageValues, threads: int) -> tuple[TokenIndices, TokenIndices]:
         """Return the raw tokens of each layer, int64 ``[layer, slot]``, and counts of tokens that got no slot, int64 ``[layer, 2]``.
 
-        Raw tokens are ascending and padded with -1. The counts are as in ``raw_positions.count_left_out``. Raises MemoryError.
+        Raw tokens are ascending and padded with -1. The counts are as in ``raw_positions.count_left_out``.
         """
         chosen = numpy.empty((self._layers, self._slots), numpy.int64)
         left_out, norms = numpy.zeros((self._layers, 2), numpy.int64), numpy.empty((self._layers, self._heads, self._tokens), numpy.float32)

@@ -32,7 +32,7 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
     """Unpack all tokens of ``side`` into ``out`` ``[batch, kv_head, token, dim]`` with contiguous channels, in the original frame.
 
     Returns False, and writes nothing, if the C kernels do not support the side's codec, strides or sidecars, or the dtype of ``out``. The
-    supported value maps are balanced frames and channel scales. ``level`` is an index into ``library.levels()``. Raises MemoryError.
+    supported value maps are balanced frames and channel scales. ``level`` is an index into ``library.levels()``.
     """
     codec = side.codec
     if library.library() is None or out.dtype not in DTYPES or (parts := sides.side_parts(side)) is None:
@@ -51,7 +51,7 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
 
 
 def _unpack_balanced(side: Side, parts: list[SidePart], balanced: FrameMap, out: torch.Tensor, threads: int | None, level: int) -> None:
-    """Write all tokens except raw tokens to ``out``: decode them to the balanced frame, then invert it. Raises MemoryError."""
+    """Write all tokens except raw tokens to ``out``: decode them to the balanced frame, then invert it."""
     framed = torch.empty_like(out, dtype=torch.float32)
     _unpack_parts(side, parts, framed, threads, level)
     packed = side.packed_tokens
@@ -62,7 +62,7 @@ def _unpack_balanced(side: Side, parts: list[SidePart], balanced: FrameMap, out:
 
 
 def _unpack_parts(side: Side, parts: list[SidePart], out: torch.Tensor, threads: int | None, level: int) -> None:
-    """Unpack ``parts`` into ``out``, and apply inverse rotations and channel scales. Raises MemoryError."""
+    """Unpack ``parts`` into ``out``, and apply inverse rotations and channel scales."""
     batch, heads = out.shape[:2]
     max_threads = 1 + out.numel() // MIN_VALUES
     threads = min(library.thread_count(threads, torch.get_num_threads()), max_threads)

@@ -36,7 +36,8 @@ class SidePart(NamedTuple):
 
 
 class RawTokens(NamedTuple):
-    """Raw tokens: the output index and the sequence of each token, int64 ``[entry]`` both, and the values, ``[entry, kv_head, dim]``."""
+    """Raw tokens: the output index and the sequence index of each token, each int64 ``[entry]``, and the values, ``[entry, kv_head, dim]``.
+    """
 
     token: torch.Tensor
     sequence: torch.Tensor

@@ -88,7 +88,7 @@ def find_loader(codec: Codec) -> Tiles | None:
 
     The raw codec, codecs without a loader, and sidecars that add to tiles are not supported.
     """
-    tiles = loaders.tiles_of(codec)
+    tiles = loaders.find_tiles(codec)
     if tiles is None or type(codec) is Raw or tiles.signs or tiles.means or tiles.outliers or tiles.dtype != "fp16":
         return None
     return tiles
@@ -257,7 +257,7 @@ def decode_tiles(
     entries = begin_tables(table, table, TABLES, WARPS)
     block = load_page_block(work_table, first_block + tl.program_id(0) % blocks, pages, sequence, heads, block_tokens, SIDE, WORK_ROW)
     begin, count, streams = block.begin, block.count, block.streams
-    output_token = block.place - first_token
+    output_token = block.first_output - first_token
     target = out + block.batch * batch_stride + block.head * head_stride + output_token * token_stride
     if SIDE.load_columns is None:
         fields = load_column_fields(iota, FIELDS)
@@ -285,7 +285,7 @@ def decode_tiles(
 class PageBlock(NamedTuple):
     """``count`` tokens of one page, sequence and head, beginning at token ``begin`` of ``page``.
 
-    ``place`` is the first output token of the block, and ``streams`` are pointers to the page's streams.
+    ``first_output`` is the first output token of the block, and ``streams`` are pointers to the page's streams.
     """
 
     page: Any
@@ -293,7 +293,7 @@ class PageBlock(NamedTuple):
     head: Any
     begin: Any
     count: Any
-    place: Any
+    first_output: Any
     streams: Any
 
 

@@ -80,8 +80,8 @@ def decode_into(codec: Transform, packed: Sequence[PackedPart], out: torch.Tenso
             _multiply_factors[count * batch * (codec.chunk // tokens) * heads, tiles](
                 out, *out.stride()[:3], *factors, chunks.begins, groups, chunks.used, tables.means, tables.rows, shift_cos,
                 shift_sin, tables.cos, tables.sin, codec.step_size, first, batch, HEADS=heads, DIM=codec.dim, CHUNK=codec.chunk,
-                TOKENS=tokens, CHANNELS=channels, TILES=tiles, COLUMNS=COLUMNS, TURNED=pairs,
-                HALVES=pairs > 0 and source.rope is not None and source.rope.pairing == "halves", OF_LAYER=codec.scope == "layer",
+                TOKENS=tokens, CHANNELS=channels, TILES=tiles, COLUMNS=COLUMNS, ROTATED_PAIRS=pairs,
+                HALVES=pairs > 0 and source.rope is not None and source.rope.pairing == "halves", PER_LAYER=codec.scope == "layer",
                 PADDED_HEADS=next_power_of_two(heads), PRECISION=None if tables.rows.dtype == torch.float16 else "tf32x3", num_warps=WARPS,
                 num_stages=STAGES,
             )  # fmt: skip
@@ -126,9 +126,9 @@ def _multiply_factors(
     head_stride: tl.tensor,
     token_stride: tl.tensor,
     factors: tl.tensor,
-    places: tl.tensor,
+    escape_indices: tl.tensor,
     levels: tl.tensor,
-    rest: tl.tensor,
+    escape_counts: tl.tensor,
     begins: tl.tensor,
     groups: tl.tensor,
     used: tl.tensor,
@@ -148,17 +148,17 @@ def _multiply_factors(
     CHANNELS: tl.constexpr,
     TILES: tl.constexpr,
     COLUMNS: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTATED_PAIRS: tl.constexpr,
     HALVES: tl.constexpr,
-    OF_LAYER: tl.constexpr,
+    PER_LAYER: tl.constexpr,
     PADDED_HEADS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """Decode ``TOKENS`` tokens of one head of a token group: multiply factors by frame rows, add the means, and apply RoPE.
 
-    ``factors``, ``places``, ``levels`` and ``rest`` are the fields of ``Factors``, in steps of ``size``, beginning with token group
-    ``first``. ``used``, int32 ``[chunk]``, is the number of columns in a product. ``means`` and ``rows`` are fields of ``DeviceFrames``,
-    with ``TILES`` tiles of ``CHANNELS`` channels per head. RoPE rotates the first ``TURNED`` channel pairs.
+    ``factors``, ``escape_indices``, ``levels`` and ``escape_counts`` are the fields of ``Factors``, in steps of ``size``, beginning with
+    token group ``first``. ``used``, int32 ``[chunk]``, is the number of columns in a product. ``means`` and ``rows`` are fields of
+    ``DeviceFrames``, with ``TILES`` tiles of ``CHANNELS`` channels per head. RoPE rotates the first ``ROTATED_PAIRS`` channel pairs.
     """
     tiles = CHUNK // TOKENS
     head = tl.program_id(0) % HEADS
@@ -175,8 +175,8 @@ def _multiply_factors(
     local = part_index.to(tl.int64) * HEADS
     count = tl.where(tile * TOKENS < wanted, tl.load(used + chunk), 0)
     PADDED: tl.constexpr = TILES * CHANNELS
-    WIDTH: tl.constexpr = PADDED * (HEADS if OF_LAYER else 1)
-    if OF_LAYER:
+    WIDTH: tl.constexpr = PADDED * (HEADS if PER_LAYER else 1)
+    if PER_LAYER:
         means += head * PADDED
         rows += head * PADDED
         factors += local * (DIM * CHUNK)
@@ -194,22 +194,22 @@ def _multiply_factors(
         # Matrix instructions truncate their sums, and over all columns that error would exceed the spec's limit; sums here are rounded.
         values += tl.dot(tl.trans(factor), row, input_precision=PRECISION) * size
     every_head = tl.arange(0, PADDED_HEADS)
-    if tl.sum(tl.load(rest + group_index * HEADS + every_head, every_head < HEADS, 0), 0) > 0:
-        for other_head in range(0 if OF_LAYER else head, HEADS if OF_LAYER else head + 1):
+    if tl.sum(tl.load(escape_counts + group_index * HEADS + every_head, every_head < HEADS, 0), 0) > 0:
+        for other_head in range(0 if PER_LAYER else head, HEADS if PER_LAYER else head + 1):
             listed = (tl.load(begins + group_index * HEADS + other_head) + 1) // 2
-            for number in range(tl.load(rest + group_index * HEADS + other_head)):
-                place = tl.load(places + listed + number)
+            for number in range(tl.load(escape_counts + group_index * HEADS + other_head)):
+                place = tl.load(escape_indices + listed + number)
                 level = tl.load(levels + listed + number).to(tl.float32) * size
                 row = tl.load(rows + ((place // CHUNK).to(tl.int64) * WIDTH + channel)).to(tl.float32)
                 values += tl.where(token == place % CHUNK, level, 0.0)[:, None] * row[None, :]
     values += tl.load(means + channel)[None, :]
     ones, others = tl.split(tl.reshape(values, [TOKENS, CHANNELS // 2, 2]))
     pair = tl.program_id(1) * (CHANNELS // 2) + tl.arange(0, CHANNELS // 2)
-    if TURNED:
-        turned = pair < TURNED
-        group_cos = tl.load(shift_cos + group_index * TURNED + pair, turned, 1.0)[None, :]
-        group_sin = tl.load(shift_sin + group_index * TURNED + pair, turned, 0.0)[None, :]
-        place = token[:, None] * TURNED + pair[None, :]
+    if ROTATED_PAIRS:
+        turned = pair < ROTATED_PAIRS
+        group_cos = tl.load(shift_cos + group_index * ROTATED_PAIRS + pair, turned, 1.0)[None, :]
+        group_sin = tl.load(shift_sin + group_index * ROTATED_PAIRS + pair, turned, 0.0)[None, :]
+        place = token[:, None] * ROTATED_PAIRS + pair[None, :]
         token_cos = tl.load(cos + place, turned[None, :], 1.0)
         token_sin = tl.load(sin + place, turned[None, :], 0.0)
         cosine = token_cos * group_cos - token_sin * group_sin
@@ -222,11 +222,11 @@ def _multiply_factors(
     stored = (token < wanted)[:, None]
     if HALVES:
         one = pair
-        other = pair + TURNED
-        if 2 * TURNED < DIM:
+        other = pair + ROTATED_PAIRS
+        if 2 * ROTATED_PAIRS < DIM:
             # Channels that are not rotated are paired with their neighbors.
-            one = tl.where(pair < TURNED, pair, 2 * pair)
-            other = tl.where(pair < TURNED, other, 2 * pair + 1)
+            one = tl.where(pair < ROTATED_PAIRS, pair, 2 * pair)
+            other = tl.where(pair < ROTATED_PAIRS, other, 2 * pair + 1)
         tl.store(place + one[None, :], ones.to(out.dtype.element_ty), stored & (2 * pair < DIM)[None, :])
         tl.store(place + other[None, :], others.to(out.dtype.element_ty), stored & (2 * pair + 1 < DIM)[None, :])
     else:

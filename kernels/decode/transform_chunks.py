@@ -35,7 +35,7 @@ class DeviceFrames(NamedTuple):
 
     - ``slots``: int32 ``[table, slot]``, the slots of all frequency tables;
     - ``values``: ``[table, symbol]``, symbol values in quantization steps;
-    - ``numbers``: uint8 ``[kv_head, column]``, the table index of each column;
+    - ``table_indices``: uint8 ``[kv_head, column]``, the table index of each column;
     - ``means``: float32 ``[kv_head, channel]``;
     - ``rows``: ``[frame, column, channel]``;
     - ``frequencies``: float64 ``[pair]``, RoPE frequencies;
@@ -47,7 +47,7 @@ class DeviceFrames(NamedTuple):
 
     slots: torch.Tensor
     values: torch.Tensor
-    numbers: torch.Tensor
+    table_indices: torch.Tensor
     means: torch.Tensor
     rows: torch.Tensor
     frequencies: torch.Tensor
@@ -76,12 +76,12 @@ class Factors(NamedTuple):
     """Column factors in quantization steps: ``values`` ``[frame of a group, column, token]`` in the dtype of ``DeviceFrames.values``.
 
     If an escaped level does not fit this dtype, it is 0 in ``values`` and listed separately: ``levels``, int32, are these levels, and
-    ``places``, int32, their indices in ``values``. ``counts``, int32 ``[chunk]``, is the number of listed levels per chunk. The list of a
-    chunk begins at half the index of its first word, rounded up.
+    ``escape_indices``, int32, their indices in ``values``. ``counts``, int32 ``[chunk]``, is the number of listed levels per chunk. The
+    list of a chunk begins at half the index of its first word, rounded up.
     """
 
     values: torch.Tensor
-    places: torch.Tensor
+    escape_indices: torch.Tensor
     levels: torch.Tensor
     counts: torch.Tensor
 
@@ -216,8 +216,8 @@ def decode_symbols(
     words_read, end_states = (None, None) if ends is None else ends
     _decode[(count,)](
         factors, positions, levels, escape_counts, words_read, end_states, chunks.words, chunks.words.numel(), chunks.begins,
-        chunks.counts, chunks.columns, chunks.tokens, chunks.used, chunks.states, frames.numbers, frames.slots, frames.values, first,
-        heads, DIM=codec.dim, CHUNK=codec.chunk, OF_LAYER=codec.scope == "layer", ALPHABET=frames.values.shape[1],
+        chunks.counts, chunks.columns, chunks.tokens, chunks.used, chunks.states, frames.table_indices, frames.slots, frames.values, first,
+        heads, DIM=codec.dim, CHUNK=codec.chunk, PER_LAYER=codec.scope == "layer", ALPHABET=frames.values.shape[1],
         CHUNK_LANES=LANES, num_warps=1, num_stages=1,
     )  # fmt: skip
 
@@ -225,9 +225,9 @@ def decode_symbols(
 @triton.jit(do_not_specialize=["word_count", "first", "heads"])
 def _decode(
     factors: tl.tensor,
-    places: tl.tensor,
+    escape_indices: tl.tensor,
     levels: tl.tensor,
-    rest: tl.tensor,
+    escape_counts: tl.tensor,
     read: tl.tensor,
     last: tl.tensor,
     words: tl.tensor,
@@ -238,14 +238,14 @@ def _decode(
     tokens: tl.tensor,
     used: tl.tensor,
     states: tl.tensor,
-    numbers: tl.tensor,
+    table_indices: tl.tensor,
     slots: tl.tensor,
     values: tl.tensor,
     first: tl.tensor,
     heads: tl.tensor,
     DIM: tl.constexpr,
     CHUNK: tl.constexpr,
-    OF_LAYER: tl.constexpr,
+    PER_LAYER: tl.constexpr,
     ALPHABET: tl.constexpr,
     CHUNK_LANES: tl.constexpr,
 ) -> None:
@@ -264,7 +264,7 @@ def _decode(
     own_columns = tl.load(columns + chunk)
     count = own_columns * token_count
     head = chunk % heads
-    numbers += head * DIM
+    table_indices += head * DIM
     lane = tl.arange(0, CHUNK_LANES)  # [lane], like all tensors below
     state = rans.load_states(states + chunk * (2 * CHUNK_LANES), lane)
     # Each iteration advances a lane by CHUNK_LANES symbols: whole columns, and some tokens.
@@ -277,17 +277,17 @@ def _decode(
         target = factors + tl.program_id(0).to(tl.int64) * (DIM * CHUNK)
         column_stride = CHUNK
         own_place = 0
-        if OF_LAYER:
+        if PER_LAYER:
             # Column c of the chunk is column c · heads + head of the layer's frame.
             target -= head * (DIM * CHUNK)
             own_place = head.to(tl.int32) * CHUNK
             column_stride = heads * CHUNK
-        places += (begin + 1) // 2
+        escape_indices += (begin + 1) // 2
         levels += (begin + 1) // 2
         room = tl.minimum(tl.minimum(own, end) // 2, 1 << 30).to(tl.int32)
     for start in range(0, count, CHUNK_LANES):
         active = start + lane < count
-        number = tl.load(numbers + column, active, 0).to(tl.int32)
+        number = tl.load(table_indices + column, active, 0).to(tl.int32)
         entry = rans.load_entries(slots + number * _SLOTS, state)
         state, at = rans.advance(state, entry, active, lane, words, at, end)
         symbol = (entry & 0xFF).to(tl.int32)
@@ -297,7 +297,7 @@ def _decode(
             tl.store(target + place, tl.load(values + (number * ALPHABET + symbol)), active)
             if escaping != 0:
                 ordinal = escaped + rans.count_lanes_before(escaping, lane)
-                tl.store(places + ordinal, place, active & (symbol == 0) & (ordinal < room))
+                tl.store(escape_indices + ordinal, place, active & (symbol == 0) & (ordinal < room))
         escaped += rans.count_lanes(escaping)
         token += CHUNK_LANES % each
         column += CHUNK_LANES // each + (token >= each).to(tl.int32)
@@ -318,7 +318,7 @@ def _decode(
                 there = start + lane < tl.minimum(escaped, room)
                 # Barriers are needed because lanes read positions that other lanes wrote, and overwrite ones that others have read.
                 tl.debug_barrier()
-                place = tl.load(places + start + lane, there, 0)
+                place = tl.load(escape_indices + start + lane, there, 0)
                 tl.debug_barrier()
                 source = at + 2 * (start + lane)
                 low_half = tl.load(words + source, there & (source < end), 0).to(tl.int32) & 0xFFFF
@@ -329,7 +329,7 @@ def _decode(
                 tl.store(target + place, tl.where(inexact, 0.0, factor.to(tl.float32)).to(factors.dtype.element_ty), there)
                 leaving = rans.lane_mask(inexact, lane)
                 ordinal = left + rans.count_lanes_before(leaving, lane)
-                tl.store(places + ordinal, place, inexact)
+                tl.store(escape_indices + ordinal, place, inexact)
                 tl.store(levels + ordinal, level, inexact)
                 left += rans.count_lanes(leaving)
-        tl.store(rest + chunk, left)
+        tl.store(escape_counts + chunk, left)

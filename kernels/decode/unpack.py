@@ -283,7 +283,7 @@ def unpack_tiles(
     entries = begin_tables(table, table, TABLES, WARPS)
     block = tiles.load_page_block(work_table, tl.program_id(0) % blocks, pages, sequence, heads, block_tokens, SIDE, WORK_ROW)
     streams = block.streams
-    target = out + block.batch * batch_stride + block.head * head_stride + block.place * token_stride
+    target = out + block.batch * batch_stride + block.head * head_stride + block.first_output * token_stride
     if SIDE.load_columns is None:
         fields = load_column_fields(iota, FIELDS)
     else:

@@ -55,14 +55,14 @@ class DeviceBasis(NamedTuple):
     - ``tables``: float32 ``[kv_head, entry]``; for each run its entries, the bounds between them, and one filler.
     - ``runs``: int32 ``[run, _RUN_INTEGERS]``, widths, first entries, and first columns in stream order. If heads have their own widths,
       int32 ``[kv_head, run, 2, RUN_COLUMNS]``, the width and first entry of each column.
-    - ``places``: the byte positions at which ``klt_heads`` packs codes, or None.
+    - ``byte_entries``: the byte positions at which ``klt_heads`` packs codes, or None.
     """
 
     matrix: torch.Tensor
     columns: torch.Tensor
     tables: torch.Tensor
     runs: torch.Tensor
-    places: torch.Tensor | None = None
+    byte_entries: torch.Tensor | None = None
 
 
 _device_bases: WeakKeyDictionary[BasisRows, dict[tuple[bytes, int | None, int, str], DeviceBasis | None]] = WeakKeyDictionary()

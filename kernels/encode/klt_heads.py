@@ -49,7 +49,7 @@ def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
     levels, origins = compute_levels(x, output, basis), output.origins
     launch(
         _pack, batch * -(-tokens * codec.row_bytes // BLOCK_BYTES), x.device,
-        levels, output.streams[CODES], basis.places, None if origins is None else origins.table, tokens, heads, levels.shape[3],
+        levels, output.streams[CODES], basis.byte_entries, None if origins is None else origins.table, tokens, heads, levels.shape[3],
         codec.row_bytes, BLOCK_BYTES=BLOCK_BYTES, warps=_PACKING_WARPS,
     )  # fmt: skip
     return True
@@ -60,10 +60,10 @@ def _build_basis(codec: Klt, source: BasisRows, padded_dim: int) -> DeviceBasis 
     if len(source.rows) != 1:
         return None
     numbers = torch.zeros(heads, tiles, _COLUMN_INTEGERS.value, COLUMNS.value, dtype=torch.int32, device="cpu")
-    places = torch.zeros(codec.row_bytes, _BYTE_INTEGERS.value, dtype=torch.int32, device="cpu")
+    byte_entries = torch.zeros(codec.row_bytes, _BYTE_INTEGERS.value, dtype=torch.int32, device="cpu")
     tables: list[list[torch.Tensor]] = [[torch.zeros(2, dtype=torch.float32, device="cpu")] for _ in range(heads)]
     for part in codec.runs:
-        for head, run, byte_positions in zip(part.heads, part.runs, part.places, strict=True):
+        for head, run, byte_positions in zip(part.heads, part.runs, part.byte_positions, strict=True):
             table = source.head_tables((head,), (run,), part.width)[0, 0].cpu()
             if not (table[1:] >= table[:-1]).all():
                 return None
@@ -72,7 +72,7 @@ def _build_basis(codec: Klt, source: BasisRows, padded_dim: int) -> DeviceBasis 
             columns[0], columns[1] = part.width, sum(map(len, tables[head]))
             tables[head] += [table, (table[1:] + table[:-1]) / 2, table[:1]]
             for index, byte in enumerate(byte_positions):
-                places[byte] = torch.tensor([head, HEAD_RUN_COLUMNS * run, part.width, 8 * index], dtype=torch.int32, device="cpu")
+                byte_entries[byte] = torch.tensor([head, HEAD_RUN_COLUMNS * run, part.width, 8 * index], dtype=torch.int32, device="cpu")
     joined = [torch.cat(table) for table in tables]
     max_entries = max(map(len, joined))
     rows = _tile_columns(torch.cat([source.mean[0], source.weights[0].square()], 1).cpu(), tiles)
@@ -82,7 +82,7 @@ def _build_basis(codec: Klt, source: BasisRows, padded_dim: int) -> DeviceBasis 
         rows.contiguous(),
         torch.stack([torch.nn.functional.pad(table, (0, max_entries - len(table))) for table in joined]),
         numbers,
-        places,
+        byte_entries,
     )
 
 
@@ -96,7 +96,7 @@ def _tile_columns(rows: torch.Tensor, tiles: int) -> torch.Tensor:
 def _pack(
     levels: tl.tensor,
     codes: tl.tensor,
-    places: tl.tensor,
+    byte_entries: tl.tensor,
     origins: tl.tensor,
     tokens: tl.tensor,
     heads: tl.tensor,
@@ -111,7 +111,7 @@ def _pack(
     position = program % blocks * BLOCK_BYTES + tl.arange(0, BLOCK_BYTES)
     token = position // row_bytes
     valid = token < tokens
-    entry = places + position % row_bytes * _BYTE_INTEGERS
+    entry = byte_entries + position % row_bytes * _BYTE_INTEGERS
     head = tl.load(entry)
     column = tl.load(entry + 1)
     width = tl.load(entry + 2)

@@ -69,8 +69,8 @@ def encode(codec: Lossless, x: torch.Tensor, output: Output) -> bool:
     tables = codec.choose_frequencies(counts.cpu().numpy(), {"frequencies": before} if before.numpy().any() else None)
     streams["frequencies"].copy_(torch.from_numpy(tables.astype(numpy.uint16)).view(before.shape))
     word_counts = streams["word_counts"].view(torch.int16)
-    longest = min(codec.chunk, tokens) * dim
-    scratch = torch.empty(word_counts.numel(), longest, dtype=torch.int16, device=x.device)
+    row_words = min(codec.chunk, tokens) * dim
+    scratch = torch.empty(word_counts.numel(), row_words, dtype=torch.int16, device=x.device)
     # Zeros, because ``kvpack warm`` launches nothing, but allocates the words.
     counts = torch.zeros(len(scratch), dtype=torch.int64, device=x.device)
     launch(
@@ -80,7 +80,7 @@ def encode(codec: Lossless, x: torch.Tensor, output: Output) -> bool:
     )  # fmt: skip
     ends = counts.cumsum(0)
     words = torch.empty(1, 1, int(ends[-1]), dtype=torch.uint16, device=x.device)
-    launch(_copy_chunk_words, len(scratch), x.device, words.view(torch.int16), scratch, ends, longest, BLOCK=JOINED_WORDS, warps=2)
+    launch(_copy_chunk_words, len(scratch), x.device, words.view(torch.int16), scratch, ends, row_words, BLOCK=JOINED_WORDS, warps=2)
     streams["words"] = words
     return True
 
@@ -195,14 +195,15 @@ def _add_symbol(state: tl.tensor, entry: tl.tensor, lane: tl.tensor, end: tl.ten
 
 
 @triton.jit
-def _copy_chunk_words(words: tl.tensor, scratch: tl.tensor, ends: tl.tensor, longest: tl.tensor, BLOCK: tl.constexpr) -> None:
+def _copy_chunk_words(words: tl.tensor, scratch: tl.tensor, ends: tl.tensor, row_words: tl.tensor, BLOCK: tl.constexpr) -> None:
     """Copy one chunk's words from the end of its row in ``scratch`` to their position in ``words``.
 
-    ``scratch`` is ``[chunk, longest]``, because no chunk has more than ``longest`` words. ``ends`` contains each chunk's end in ``words``.
+    ``scratch`` is ``[chunk, row_words]``, because no chunk has more than ``row_words`` words. ``ends`` contains each chunk's end in
+    ``words``.
     """
     chunk = tl.program_id(0).to(tl.int64)
     end = tl.load(ends + chunk)
     count = (end - tl.load(ends + (chunk - 1), chunk > 0, 0)).to(tl.int32)
     for first in range(0, count, BLOCK):
         back = first + tl.arange(0, BLOCK) + 1
-        tl.store(words + (end - back), tl.load(scratch + ((chunk + 1) * longest - back), back <= count), back <= count)
+        tl.store(words + (end - back), tl.load(scratch + ((chunk + 1) * row_words - back), back <= count), back <= count)

@@ -43,8 +43,8 @@ class MinifloatConstants(NamedTuple):
 
     ``form`` is the element format, ``largest`` its largest value, ``emax`` the exponent of that value, and ``carry`` its
     ``exponent_carry``. ``kind`` is the kind of scales. A scale covers ``size`` channels, and a token has ``blocks`` scales, which are
-    float16 if ``half``. ``scale_form`` is e4m3. Run scales are chosen so that the largest quotient is ``most``; with ``per_head``, each
-    head has its own run scale. The streams are those of scales and, for ``E4M3_BLOCKS``, of run scales. If ``chosen``, run scales are
+    float16 if ``half``. ``scale_form`` is e4m3. Run scales are chosen so that the largest quotient is ``max_quotient``; with ``per_head``,
+    each head has its own run scale. The streams are those of scales and, for ``E4M3_BLOCKS``, of run scales. If ``chosen``, run scales are
     computed from the magnitudes in table 0, float32 ``[batch, kv_head or 1]``.
     """
 
@@ -57,7 +57,7 @@ class MinifloatConstants(NamedTuple):
     size: int
     blocks: int
     half: bool
-    most: float
+    max_quotient: float
     per_head: bool
     chosen: bool
 
@@ -172,7 +172,7 @@ def _load_run_scale(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexp
         if CONSTANTS.per_head:
             run_index = block.sequence * block.heads + block.head
         largest = tl.load(block.tables[0] + run_index + zero)
-        scale = _choose_scale(tl.minimum(largest, 3.4e38), block.flag, CONSTANTS.most, CONSTANTS.half)
+        scale = _choose_scale(tl.minimum(largest, 3.4e38), block.flag, CONSTANTS.max_quotient, CONSTANTS.half)
         tl.store(address + zero, scale, (zero == 0) & first)
     else:
         scale = tl.load(address + zero)

@@ -34,14 +34,14 @@ def largest_magnitudes(x: torch.Tensor, origins: BatchOffsets, per_head: bool) -
     The magnitudes are float32 ``[batch, kv_head or 1, 1]``. They are NaN if any value is NaN.
     """
     result = torch.zeros(x.shape[0], x.shape[1] if per_head else 1, 1, dtype=torch.int32, device=x.device)
-    launch_on_tiles(_measure, x, origins, result, OF_TOKENS=False, PER_HEAD=per_head)
+    launch_on_tiles(_measure, x, origins, result, PER_TOKEN=False, PER_HEAD=per_head)
     return result.view(torch.float32)
 
 
 def token_norms(x: torch.Tensor, origins: BatchOffsets) -> torch.Tensor:
     """Return the norm of each token in each head of ``x`` ``[batch, kv_head, token, dim]``: float32 ``[batch, kv_head, token]``."""
     result = torch.empty(x.shape[:3], dtype=torch.float32, device=x.device)
-    launch_on_tiles(_measure, x, origins, result, OF_TOKENS=True, PER_HEAD=True)
+    launch_on_tiles(_measure, x, origins, result, PER_TOKEN=True, PER_HEAD=True)
     return result
 
 
@@ -59,7 +59,7 @@ def _measure(
     CHANNELS: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
-    OF_TOKENS: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
     PER_HEAD: tl.constexpr,
 ) -> None:
     batch, head, first = tile_origin(heads, tokens, BLOCK_TOKENS)
@@ -68,7 +68,7 @@ def _measure(
     channel = tl.arange(0, CHANNELS)[None, :]
     place = x + origin.input + head * head_stride + token[:, None] * token_stride + channel.to(tl.int64) * channel_stride
     value = tl.load(place, (token[:, None] < tokens) & (channel < DIM), 0).to(tl.float32)
-    if OF_TOKENS:
+    if PER_TOKEN:
         tl.store(result + (batch * heads + head) * tokens + token, tl.sqrt(tl.sum(value * value, 1)), token < tokens)
     else:
         # The bits of magnitudes have the same order as the values, and the bits of NaN exceed all of them.

@@ -92,7 +92,7 @@ def _sign_bit(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _nearest_unit(w: tl.tensor, x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.tensor:
-    """Return the index of the nearest Hurwitz unit: 2 i + sign for axis i, and 8 plus one sign bit per component for a half unit."""
+    """Return the index of the nearest Hurwitz unit, as ``formats/quaternion_search.py`` numbers them."""
     best = tl.abs(w)
     index = _sign_bit(w)
     index = tl.where(tl.abs(x) > best, 2 + _sign_bit(x), index)

@@ -37,7 +37,7 @@ symbol.
 def encode(codec: Trellis, x: torch.Tensor, output: Output) -> bool:
     """Encode ``x`` into ``output``. Returns False, and writes nothing, for engine pages.
 
-    Raises OutOfRange for norms that the codec cannot store.
+    Raises ValueTooLarge for norms that the codec cannot store.
     """
     if output.origins is not None:
         return False

@@ -73,7 +73,7 @@ def load_products(
     pages: tl.tensor,
     stride: tl.tensor,
     first: tl.tensor,
-    second: tl.tensor,
+    is_second: tl.tensor,
     MEANS: tl.constexpr,
     DUAL: tl.constexpr,
     TILES: tl.constexpr,
@@ -88,7 +88,7 @@ def load_products(
     If each warp's tile is within one page, the shape is ``[warp, 1, row]``. ``products``, ``[1, 1, row]``, locates the products of page 0,
     the program's first page: by pointers or, with ``FAST``, by indices in shared memory. The program has ``pages`` pages, whose products
     are ``stride`` products apart. ``first`` is the first token of the first warp's first tile, counted from page 0. A warp has ``TILES``
-    tiles, and ``TILE`` is the tile to load. ``second`` is as in ``Queries``. With ``MASKED``, some tokens may be past the end.
+    tiles, and ``TILE`` is the tile to load. ``is_second`` is as in ``Queries``. With ``MASKED``, some tokens may be past the end.
     """
     SPAN: tl.constexpr = 2 * TOKENS if DUAL else TOKENS
     token = first + TILE * SPAN + tl.arange(0, WARPS)[:, None, None] * (TILES * SPAN)
@@ -96,7 +96,7 @@ def load_products(
         ADJACENT: tl.constexpr = DUAL and second_token_offset(DUAL, TOKENS) == 1
         token += tl.arange(0, TOKENS)[None, :, None] * (2 if ADJACENT else 1)
         if DUAL:
-            token = token + second.to(tl.int32) * second_token_offset(DUAL, TOKENS)
+            token = token + is_second.to(tl.int32) * second_token_offset(DUAL, TOKENS)
     SHIFT: tl.constexpr = MEANS.tokens.bit_length() - 1
     page = token >> SHIFT
     if MASKED:

@@ -72,7 +72,7 @@ def table_unit(codec: Klt) -> float:
 
 
 def tiles(codec: Klt) -> Tiles | None:
-    """Return the tile loader of ``codec``, or None if float16 is not accurate enough for its tables or its frame. Raises MissingBasis."""
+    """Return the tile loader of ``codec``, or None if float16 is not accurate enough for its tables or its frame."""
     source, unit = _required_source(codec), table_unit(codec)
     own = codec.fixed_heads is not None
     tables = {} if own else {run: source.table(run, width).flatten(0, 1) * unit for run, width in enumerate(codec.widths) if width}

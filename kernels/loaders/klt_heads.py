@@ -64,13 +64,13 @@ def tiles(codec: Klt, source: BasisRows, unit: float) -> Tiles:
 
 
 def _build_tables(codec: Klt, source: BasisRows, unit: float) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Return the table entries and the constants of each head, int32 ``[head, integer]`` both, and the indices of the tiles with codes.
+    """Return the table entries and the constants of each head, each int32 ``[head, integer]``, and the indices of the tiles with codes.
 
     The constants are the bit offsets of all columns, then their masks, then their first table entries.
     """
     heads, places = codec.fixed_heads or 1, {}
     for part in codec.runs:
-        for head, run, own in zip(part.heads, part.runs, part.places, strict=True):
+        for head, run, own in zip(part.heads, part.runs, part.byte_positions, strict=True):
             places[head, run] = own[0], part.width
     steps = sorted({run * HEAD_RUN_COLUMNS // COLUMNS.value for _, run in places})
     tables, numbers = [], []

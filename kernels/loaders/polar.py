@@ -90,7 +90,7 @@ def lookup_positions(angles: tuple[int, ...], width: int, bits: int) -> tuple[in
 
 
 @triton.constexpr_function
-def index_of(values: tuple[int, ...], value: int) -> int:
+def tuple_index(values: tuple[int, ...], value: int) -> int:
     return values.index(value)
 
 
@@ -134,15 +134,15 @@ MAX_DIM = 128
 class Level(NamedTuple):
     """One level of the tree. Its angles are consecutive symbols of ``packing``, beginning with ``first_symbol``.
 
-    In the lookup table, the directions of single angles begin at entry ``first_of_one``, and the entries for two neighboring fields at
-    entry ``first_of_two``.
+    In the lookup table, the directions of single angles begin at entry ``first_single_entry``, and the entries for two neighboring fields
+    at entry ``first_pair_entry``.
     """
 
     packing: RowPacking
     first_symbol: int
     bits: int
-    first_of_one: int
-    first_of_two: int
+    first_single_entry: int
+    first_pair_entry: int
 
 
 class PolarConstants(NamedTuple):
@@ -314,19 +314,19 @@ def _descend_level(
 
     ``radii`` are the radii of ``LEVEL``, two per f16x2. An empty tuple stands for a single radius of 1.
     """
-    OF_LEVEL: tl.constexpr = CONSTANTS.levels[LEVEL - 1]
+    LEVEL_CONSTANTS: tl.constexpr = CONSTANTS.levels[LEVEL - 1]
     TREE: tl.constexpr = CONSTANTS.tree
     ANGLES: tl.constexpr = step_angles(TREE, STEP, LEVEL)
     ABOVE: tl.constexpr = step_angles(TREE, STEP, LEVEL + 1)
-    LOOKUPS: tl.constexpr = step_lookups(ANGLES, OF_LEVEL.packing.width, OF_LEVEL.bits)
-    PLACES: tl.constexpr = lookup_positions(ANGLES, OF_LEVEL.packing.width, OF_LEVEL.bits)
+    LOOKUPS: tl.constexpr = step_lookups(ANGLES, LEVEL_CONSTANTS.packing.width, LEVEL_CONSTANTS.bits)
+    PLACES: tl.constexpr = lookup_positions(ANGLES, LEVEL_CONSTANTS.packing.width, LEVEL_CONSTANTS.bits)
     result = ()
     for number in tl.static_range(len(LOOKUPS)):
-        result = result + _look_up_directions(words, table, LOOKUPS[number][0], LOOKUPS[number][1], OF_LEVEL, MODE)
+        result = result + _look_up_directions(words, table, LOOKUPS[number][0], LOOKUPS[number][1], LEVEL_CONSTANTS, MODE)
     below = ()
     for number in tl.static_range(len(ANGLES)):
         if len(radii):
-            radius = radii[index_of(ABOVE, ANGLES[number] // 2)]
+            radius = radii[tuple_index(ABOVE, ANGLES[number] // 2)]
             below = below + (scale_f16x2(result[PLACES[number]], radius, ANGLES[number] % 2, MODE.fast),)
         else:
             below = below + (result[PLACES[number]],)
@@ -335,19 +335,19 @@ def _descend_level(
 
 @triton.jit
 def _look_up_directions(
-    words: tl.tuple, table: tl.tensor, ANGLE: tl.constexpr, COUNT: tl.constexpr, OF_LEVEL: tl.constexpr, MODE: tl.constexpr
+    words: tl.tuple, table: tl.tensor, ANGLE: tl.constexpr, COUNT: tl.constexpr, LEVEL_CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tuple:
     """Return the direction (cosine, sine) of an angle as f16x2.
 
     If ``COUNT`` is 2, also return the direction of the angle in the next field.
     """
     SHARED: tl.constexpr = MODE.shared
-    SYMBOL: tl.constexpr = OF_LEVEL.first_symbol + ANGLE
-    COLUMN: tl.constexpr = SYMBOL % OF_LEVEL.packing.width
-    POSITION: tl.constexpr = SYMBOL // OF_LEVEL.packing.width * OF_LEVEL.bits
-    BITS: tl.constexpr = COUNT * OF_LEVEL.bits
-    FIRST: tl.constexpr = OF_LEVEL.first_of_one if COUNT == 1 else OF_LEVEL.first_of_two
-    PACKING: tl.constexpr = OF_LEVEL.packing
+    SYMBOL: tl.constexpr = LEVEL_CONSTANTS.first_symbol + ANGLE
+    COLUMN: tl.constexpr = SYMBOL % LEVEL_CONSTANTS.packing.width
+    POSITION: tl.constexpr = SYMBOL // LEVEL_CONSTANTS.packing.width * LEVEL_CONSTANTS.bits
+    BITS: tl.constexpr = COUNT * LEVEL_CONSTANTS.bits
+    FIRST: tl.constexpr = LEVEL_CONSTANTS.first_single_entry if COUNT == 1 else LEVEL_CONSTANTS.first_pair_entry
+    PACKING: tl.constexpr = LEVEL_CONSTANTS.packing
     return look_up_field(words, table, PACKING, COLUMN, POSITION, BITS, COUNT, FIRST, SHARED, MODE.fast)
 
 

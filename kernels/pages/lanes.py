@@ -108,7 +108,7 @@ def encode(side: PageSide, job: PageJob, errors: torch.Tensor | None = None) -> 
         return False
     x = first[:1].expand(len(moves), *first.shape[1:])
     origins = _batch_offsets(moves, first)
-    if _is_copied(codec, first.dtype):
+    if _stores_unchanged(codec, first.dtype):
         copy(x, next(iter(streams.values())), origins, None)
         return True
     encoder = codecs.codec_kernels(codec).encode
@@ -125,7 +125,7 @@ def decode(side: PageSide, job: PageJob) -> bool:
     moves = side.offsets(job)
     if moves is None:
         return False
-    if _is_copied(codec, first.dtype):
+    if _stores_unchanged(codec, first.dtype):
         x = first[:1].expand(len(moves), *first.shape[1:])
         copy(x, next(iter(streams.values())), _batch_offsets(moves, first), job.status)
         return True
@@ -167,7 +167,7 @@ def _copy_pages(layers: Layers, slots: Sequence[int], pages: torch.Tensor, statu
         copy(tensor[:1].expand(len(moves), *tensor.shape[1:]), pages[number:], _batch_offsets(moves, tensor), status)
 
 
-def _is_copied(codec: Codec, dtype: torch.dtype) -> bool:
+def _stores_unchanged(codec: Codec, dtype: torch.dtype) -> bool:
     """Return True if rows store values of ``dtype`` unchanged, so that encoding and decoding are copies."""
     return isinstance(codec, Opaque) or (type(codec) is Raw and DTYPES[RAW_DTYPES[codec.dtype]] == dtype)
 

@@ -33,10 +33,10 @@ DUAL, PAIRED = 1, 2
 
 def loader(codec: Codec, dual: int) -> Tiles:
     """Return the tile loader of ``codec``, which must have one. With ``dual`` (``DUAL`` or ``PAIRED``), prefer the loader of that kind."""
-    result = loaders.dual_tiles_of(codec) if dual else None
+    result = loaders.find_dual_tiles(codec) if dual else None
     if result is None and dual == PAIRED:
-        result = loaders.paired_tiles_of(codec)
-    result = result or loaders.tiles_of(codec)
+        result = loaders.find_paired_tiles(codec)
+    result = result or loaders.find_tiles(codec)
     assert result is not None
     return result
 

@@ -29,12 +29,12 @@ SIDECAR_LOADERS: dict[type[Sidecar], Callable[[Tiles, Any], Tiles | None]] = {
 
 
 @lru_cache(maxsize=256)
-def tiles_of(codec: Codec) -> Tiles | None:
+def find_tiles(codec: Codec) -> Tiles | None:
     return _with_sidecars(codec) if isinstance(codec, CodecWithSidecars) else codecs.codec_kernels(codec).tiles(codec)
 
 
 def _with_sidecars(codec: CodecWithSidecars) -> Tiles | None:
-    tiles = tiles_of(codec.codec)
+    tiles = find_tiles(codec.codec)
     for sidecar in codec.sidecars:
         load = SIDECAR_LOADERS.get(type(sidecar))
         tiles = load(tiles, sidecar) if load and tiles is not None else None
@@ -42,21 +42,21 @@ def _with_sidecars(codec: CodecWithSidecars) -> Tiles | None:
 
 
 @lru_cache(maxsize=256)
-def dual_tiles_of(codec: Codec, dual: int = APART) -> Tiles | None:
+def find_dual_tiles(codec: Codec, dual: int = APART) -> Tiles | None:
     """Return the dual tile loader of ``codec``, or None if dual tiles do not support its number of words per row.
 
     ``dual`` is the arrangement of the two tokens in a tile row.
     """
     if isinstance(codec, CodecWithSidecars):
-        return _with_means_only(codec, dual_tiles_of(codec.codec, dual))
+        return _with_means_only(codec, find_dual_tiles(codec.codec, dual))
     return codecs.codec_kernels(codec).dual_tiles(codec, dual)
 
 
 @lru_cache(maxsize=256)
-def paired_tiles_of(codec: Codec) -> Tiles | None:
+def find_paired_tiles(codec: Codec) -> Tiles | None:
     """Return the paired tile loader of ``codec`` (``Tiles.paired``), or None if there is none."""
     if isinstance(codec, CodecWithSidecars):
-        return _with_means_only(codec, paired_tiles_of(codec.codec))
+        return _with_means_only(codec, find_paired_tiles(codec.codec))
     return codecs.codec_kernels(codec).paired_tiles(codec)
 
 

@@ -49,7 +49,7 @@ def run(
 ) -> dict[str, Any]:
     """Time one query of 32 heads over 8 KV heads of dim 128, for each number of tokens. Returns a report as JSON values.
 
-    ``seconds`` is the median over ``repeats`` rounds, each of which calls all methods once. Raises InvalidParameter.
+    ``seconds`` is the median over ``repeats`` rounds, each of which calls all methods once.
     """
     check_size("--repeats", repeats, 1, 1000, "timings")
     for count in tokens:

@@ -146,7 +146,7 @@ def _zero_queries(shape: Shape, count: int) -> torch.Tensor:
 
 
 def _repeat_runs(layer: kvpack.Layer, count: int) -> kvpack.Layer:
-    return kvpack.Layer(*(replace(side, runs=PackedRuns.of([*side.runs] * count)) for side in layer.sides.values()))
+    return kvpack.Layer(*(replace(side, runs=PackedRuns.from_runs([*side.runs] * count)) for side in layer.sides.values()))
 
 
 def _pack_quietly(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], recipe: kvpack.Recipe) -> None:

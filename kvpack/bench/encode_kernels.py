@@ -68,7 +68,7 @@ _INPUTS = 3
 
 
 def run(recipes: Sequence[str], shape: KeyValueShape = SHAPE) -> dict[str, Any]:
-    """Measure all codecs of ``recipes`` on a CUDA device. Returns a report as JSON values. Raises InvalidParameter."""
+    """Measure all codecs of ``recipes`` on a CUDA device. Returns a report as JSON values."""
     generator = torch.Generator("cuda").manual_seed(0)
     size = (shape.batch, shape.heads, shape.tokens, shape.dim)
     inputs = [torch.randn(size, device="cuda", generator=generator).to(torch.bfloat16) for _ in range(_INPUTS)]

@@ -138,7 +138,7 @@ def evaluate(
     source = next((recipe.basis for recipe in parsed.values() if recipe.basis is not None), None)
     words = [tokenize(f"text {number}", text, tokenizer or ByteTokenizer()) for number, text in enumerate(text_list, 1)]
     places, sizes = _plan_windows(words, model, tokens, scored_tokens, windows, step, seed)
-    switch = AttentionSwitch.of(model)
+    switch = AttentionSwitch.for_model(model)
     try:
         result = _measure(model, places, sizes, parsed, progress)
     finally:
@@ -164,7 +164,7 @@ def evaluate(
 def _plan_windows(
     texts: Sequence[Text], model: Any, tokens: int | None, scored_tokens: int | None, windows: int | None, step: int, seed: int
 ) -> tuple[list[tuple[Text, int]], dict[str, int]]:
-    """Return the (text, start) pair of each window, and the sizes that all windows share. Raises InvalidParameter."""
+    """Return the (text, start) pair of each window, and the sizes that all windows share."""
     longest = max(len(text.ids) + len(text.start) for text in texts) - 1
     most = min(longest, position_limit(model) or longest)
     size = _checked_size(

@@ -84,10 +84,7 @@ _COPIED_BYTES = 1 << 30
 
 
 def parse_shape(text: str) -> QueryShape:
-    """Return the shape that ``text`` specifies, as a letter or as batch x query heads x KV heads x dim x tokens.
-
-    Raises InvalidParameter.
-    """
+    """Return the shape that ``text`` specifies, as a letter or as batch x query heads x KV heads x dim x tokens."""
     if text in SHAPES:
         return SHAPES[text]
     match = re.fullmatch(r"x".join([r"([1-9][0-9]{0,8})"] * 5), text)
@@ -95,7 +92,10 @@ def parse_shape(text: str) -> QueryShape:
         raise InvalidParameter(f"--shape is {text!r}, expected one of {', '.join(SHAPES)} or batch x query heads x KV heads x dim x tokens")
     shape = QueryShape(*map(int, match.groups()))
     if shape.q_heads % shape.heads:
-        raise InvalidParameter(f"--shape {text!r}: {shape.q_heads} query heads are not a multiple of {shape.heads} KV heads")
+        raise InvalidParameter(
+            f"--shape {text!r}: {shape.q_heads} query heads are not a multiple of {shape.heads} KV heads: pass a "
+            "multiple"
+        )
     return shape
 
 

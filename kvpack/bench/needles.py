@@ -47,7 +47,7 @@ class NeedlePrompt:
     depths: tuple[float, ...]
 
 
-def key_lines(text: Text, ids: Sequence[int], generator: torch.Generator) -> NeedlePrompt:
+def key_lines_prompt(text: Text, ids: Sequence[int], generator: torch.Generator) -> NeedlePrompt:
     """Insert LINES key lines at random positions into ``ids``, the bytes of ``text``. The result is truncated to the original length.
 
     ``ids`` must be longer than all lines together.
@@ -58,7 +58,7 @@ def key_lines(text: Text, ids: Sequence[int], generator: torch.Generator) -> Nee
     return _insert_lines(ids, lines, places, [(text.encode(f"\n[[key {key} = "), text.encode(value)) for key, value in pairs])
 
 
-def pass_key(text: Text, ids: Sequence[int], depth: float, generator: torch.Generator) -> NeedlePrompt:
+def passkey_prompt(text: Text, ids: Sequence[int], depth: float, generator: torch.Generator) -> NeedlePrompt:
     """Insert a passkey into ``ids`` at ``depth``, a fraction of the length. The result is truncated to the original length."""
     key = _random_word(5, _DIGITS, generator)
     line = text.encode(f"\nThe pass key is {key}. Remember it. {key} is the pass key.\n")

@@ -32,10 +32,9 @@ def time_interleaved(
 ) -> list[CallTimes]:
     """Return the times of one call of each function: the median over ``repeats`` rounds, each with ``at_once`` calls of each function.
 
-    The first round is a warm-up. If some calls do work for later ones, pass an ``average`` such as the mean. ``before``
-    contains a function (or None) for each call, which is called before the timing. The result of the last call is freed after the timing.
-    With ``new_memory``, free memory is first returned to the system. Otherwise, a call may or may not reuse pages of an earlier one, which
-    makes times erratic.
+    The first round is a warm-up. If a call may do work that later calls need, pass the mean as ``average``. ``before`` contains a function
+    (or None) for each call, which is called before the timing. The result of the last call is freed after the timing. With ``new_memory``,
+    free memory is first returned to the system. Otherwise, a call may or may not reuse pages of an earlier one, which makes times erratic.
     """
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None) if new_memory else None
     times: list[list[CallTimes]] = [[] for _ in calls]

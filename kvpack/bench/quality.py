@@ -362,9 +362,9 @@ class _Measurement:
             for number, start in enumerate(window_starts(len(self.long.ids), size, count, self.seed + 1)):
                 ids = self.long.ids[start : start + size]
                 if self.long.is_byte_level:
-                    yield needles.key_lines(self.long, ids, generator)
+                    yield needles.key_lines_prompt(self.long, ids, generator)
                 else:
-                    yield needles.pass_key(self.long, ids, (number + 0.5) / count, generator)
+                    yield needles.passkey_prompt(self.long, ids, (number + 0.5) / count, generator)
 
     def _answer_needles(self, path: str) -> tuple[list[NeedleAnswer], list[list[NeedleAnswer]]]:
         exact_answers: list[NeedleAnswer] = []
@@ -373,7 +373,7 @@ class _Measurement:
             tokens = self._on_device(torch.tensor([[*self.long.start, *prompt.ids]]))
             pairs = prefill(self.model, tokens)
             length = tokens.shape[1]
-            make_asked = partial(NeedleAnswer.of, length, prompt.depths)
+            make_asked = partial(NeedleAnswer.grade, length, prompt.depths)
             # Copy the cache for each question, because it may grow in place.
             new_cache = partial(_new_cache, self.model, pairs)
             exact_answers += make_asked(needles.grade_answers(self.model, prompt, new_cache))

@@ -59,7 +59,7 @@ def library() -> Any:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Write the plot to ``path`` with the suffixes .png and .svg. The same report always yields the same files. Raises OSError."""
+    """Write the plot to ``path`` with the suffixes .png and .svg. The same report always yields the same files."""
     import matplotlib
 
     with matplotlib.rc_context(SETTINGS):

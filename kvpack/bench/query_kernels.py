@@ -47,7 +47,7 @@ def _attend_decoded(q: torch.Tensor, layer: kvpack.Layer) -> torch.Tensor:
 def run(recipes: Sequence[str], shape: QueryShape, queries: Sequence[int] = QUERIES) -> dict[str, Any]:
     """Measure ``recipes`` for each number of queries in ``queries``, and return a report as JSON values.
 
-    Requires a CUDA device. Raises InvalidParameter.
+    Requires a CUDA device.
     """
     generator = torch.Generator("cuda").manual_seed(0)
 

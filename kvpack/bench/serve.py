@@ -137,7 +137,7 @@ def _measure(
 
 
 def random_model(shape: str, layers: int | None, device: str, dtype: str | None, *, random_weights: bool = True) -> Any:
-    """Create a model with random weights, whose shape is built in or read from a configuration. Raises InvalidParameter.
+    """Create a model with random weights, whose shape is built in or read from a configuration.
 
     With ``random_weights``, all layers must have full or sliding attention, because their keys and values will be random.
     """
@@ -375,7 +375,7 @@ def _first_token_rows(
     from safetensors.torch import load_file, save_file
 
     from kvpack.integrations.transformers import KvpackCache
-    from kvpack.integrations.transformers.models import identity_of
+    from kvpack.integrations.transformers.models import model_identity
 
     library = transformers_library()
     suffix = SUFFIX[device]
@@ -404,7 +404,7 @@ def _first_token_rows(
         for number, recipe in enumerate(recipes):
             path = Path(place, f"{number}.kvpack")
             # Record the model, as in files of a KvpackCache, because loading checks it.
-            kvpack.save(replace(kvpack.pack(_add_skipped(states, tokens), recipe), model=identity_of(model)), path)
+            kvpack.save(replace(kvpack.pack(_add_skipped(states, tokens), recipe), model=model_identity(model)), path)
 
             def from_packed(path: Path = path) -> None:
                 with KvpackCache.load(path, model) as past:

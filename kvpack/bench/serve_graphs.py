@@ -42,7 +42,7 @@ class StaticStates:
         self._positions = [torch.tensor([length], device=keys.device) for length, (keys, _) in zip(lengths, states, strict=True)]
         # A window has one more token than before the step, and a constant length.
         self._stops = [length + (ROOM // 2 if length == tokens else 1) for length in lengths]
-        self.cache = cache_of_length(tokens, len(states))
+        self.cache = length_only_cache(tokens, len(states))
         library.AttentionInterface.register(NAME, self._attend)
         library.AttentionMaskInterface.register(NAME, lambda *_, **__: None)
 
@@ -72,7 +72,7 @@ class StaticStates:
         return out.transpose(1, 2).contiguous(), None
 
 
-def cache_of_length(tokens: int, layers: int) -> Any:
+def length_only_cache(tokens: int, layers: int) -> Any:
     """Return a transformers cache that reports ``tokens`` tokens but stores none. Each layer returns the keys and values that it receives.
     """
     library: Any = transformers_library()

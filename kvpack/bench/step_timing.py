@@ -15,7 +15,7 @@ from kvpack import cache_names
 
 from .serve_graphs import use_flash_attention
 
-WARM_STEPS, STEPS, TURNS = 2, 8, 6
+WARM_STEPS, STEPS, ROUNDS = 2, 8, 6
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ def without_graphs(past: Any) -> Iterator[None]:
 def time_steps(runs: Sequence[Steps], batch: int, device: str, wait: Callable[[str], None]) -> dict[str, float]:
     """Return the seconds per step for each of ``runs``, by name.
 
-    Each run is timed in ``TURNS`` rounds, which alternate with those of the other runs. Its result is the median, over its rounds, of the
+    Each run is timed in ``ROUNDS`` rounds, which alternate with those of the other runs. Its result is the median, over its rounds, of the
     mean step time; warm-up steps are excluded.
     """
     token = torch.full((batch, 1), 5, dtype=torch.int64, device=device)
     result: dict[str, list[float]] = {run.name: [] for run in runs}
-    for _ in range(TURNS):
+    for _ in range(ROUNDS):
         for run in runs:
             over, begin = cache_names.cache_argument(run.model, run.past), 0.0
             with use_flash_attention() if run.flash else nullcontext(), nullcontext() if run.graphs else without_graphs(run.past):

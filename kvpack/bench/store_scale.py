@@ -201,8 +201,8 @@ class _ScaleBenchmark:
         return {"save 10 chunks at the budget, median": statistics.median(taken), "save 10 chunks at the budget, maximum": max(taken)}
 
     def processes(self) -> dict[str, float]:
-        """Measure the CPU time of a save to a store at its size budget, with one process and with several. The second result is relative to
-        the first.
+        """Measure the CPU time of a save to a store at its size budget, with one process and with several. The last result is the ratio of
+        the two.
         """
         (one, _), (many, refused) = (self._save_cpu_time(count) for count in (1, PROCESSES))
         several = f"with {PROCESSES} processes"

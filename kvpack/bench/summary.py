@@ -37,7 +37,7 @@ class NeedleAnswer:
     right: bool
 
     @classmethod
-    def of(cls, tokens: int, depths: Sequence[float], answers: Sequence[bool]) -> list[NeedleAnswer]:
+    def grade(cls, tokens: int, depths: Sequence[float], answers: Sequence[bool]) -> list[NeedleAnswer]:
         return [cls(tokens, depth, right) for depth, right in zip(depths, answers, strict=True)]
 
 

@@ -37,7 +37,7 @@ RECIPES = (
 
 
 def run(recipes: Sequence[str], shape: KeyValueShape = SHAPE) -> dict[str, Any]:
-    """Measure ``recipes`` on a CUDA device, and return a report as JSON values. Raises InvalidParameter."""
+    """Measure ``recipes`` on a CUDA device, and return a report as JSON values."""
     generator = torch.Generator("cuda").manual_seed(0)
     size = (shape.batch, shape.heads, shape.tokens, shape.dim)
     pair = [torch.randn(size, device="cuda", generator=generator).to(torch.bfloat16) for _ in range(2)]

@@ -20,7 +20,7 @@ from kvpack.coding.encoding import RAW_NAMES, STATE_DTYPES, Progress
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.coding.token_errors import collect_poor_fits, warn_of_poor_fits
 from kvpack.file import container, layer_positions, layer_states, position_offsets
-from kvpack.file.header import Contents, LayerEntry, SideEntry, features_of
+from kvpack.file.header import Contents, LayerEntry, SideEntry, list_features
 from kvpack.file.inputs import Inputs, join_inputs
 from kvpack.file.layer_states import StateEntry
 from kvpack.file.metadata import FEATURE, Value, to_bytes
@@ -261,8 +261,8 @@ class Cache(PackedObject):
     def append(self, pairs: Sequence[Pair]) -> Cache:
         """Return a cache with new tokens appended. ``pairs`` contains (k, v) for each layer. Packed tokens are not encoded again.
 
-        Raises InvalidParameter, InvalidType or OutOfRange if the cache cannot store the values, and NotConsecutive if a layer ends before
-        the cache does.
+        Raises InvalidParameter, InvalidType or ValueTooLarge if the cache cannot store the values, and NotConsecutive if a layer ends
+        before the cache does.
         """
         if not isinstance(pairs, list | tuple) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
             raise InvalidParameter("append needs a list with one (k, v) per layer, such as [(k, v)] for a cache with one layer")
@@ -341,7 +341,7 @@ def concat(caches: Sequence[Cache]) -> Cache:
     """
     argument: Any = caches
     if not isinstance(argument, list | tuple):
-        raise InvalidType(f"concat needs a list of packed caches, but got a {type(argument).__name__}")
+        raise InvalidType(f"concat needs a list of packed caches, but got a {type(argument).__name__}: pass [cache, ...]")
     for number, cache in enumerate(argument):
         if not isinstance(cache, Cache):
             remedy = "create one with kvpack.pack, or read one with kvpack.load"
@@ -414,15 +414,15 @@ def build_contents(
     for layer in layers:
         entries = {name: side_entry(side, codecs.setdefault(side.codec, len(codecs))) for name, side in layer.sides.items()}
         layer_entries.append(LayerEntry(entries.get("k"), entries.get("v")))
-    required, ignorable = layer_positions.features_of(start, [start + layer.skipped for layer in layers])
+    required, ignorable = layer_positions.list_features(start, [start + layer.skipped for layer in layers])
     states = [
         StateEntry(number, name, STATE_DTYPES[state.dtype], tuple(state.shape))
         for number, layer in enumerate(layers)
         for name, state in layer.states.items()
     ]
-    state_features, state_data = layer_states.features_of(states)
-    offset_features, offset_data = position_offsets.features_of(offsets)
-    required = (*required, *state_features, *offset_features, *features_of(codecs))
+    state_features, state_data = layer_states.list_features(states)
+    offset_features, offset_data = position_offsets.list_features(offsets)
+    required = (*required, *state_features, *offset_features, *list_features(codecs))
     ignorable = ignorable | state_data | offset_data
     if inputs is not None:
         input_features, input_data = inputs.to_features(start)

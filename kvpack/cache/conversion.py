@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, Progress, encode, is_rounded
-from kvpack.formats.errors import OutOfRange
+from kvpack.formats.errors import ValueTooLarge
 from kvpack.formats.raw import EXACT_DTYPES
 from kvpack.formats.token_norms import PAGE_TOKENS
 from kvpack.runtime.modes import float32_no_grad
@@ -116,10 +116,10 @@ def _reencode(side: Side, codec: Codec, window: int, where: str, first: int, nor
             for start, stop in pairwise([*starts, packed]):
                 part, part_norms = side.slice(start, stop).unpack(dtype), None if norms is None else norms[:, :, start:stop]
                 parts.append(PackedRun(codec, stop - start, encode(codec, part, where, position=first + start, norms=part_norms)))
-        except OutOfRange:
+        except ValueTooLarge:
             return pack_side(side.unpack(dtype), codec, window, where, first, norms)
         tail = side.slice(packed, tokens).unpack(dtype)
-    return Side(codec, PackedRuns.of([PackedRun.joined(parts)]), tail, window)
+    return Side(codec, PackedRuns.from_runs([PackedRun.joined(parts)]), tail, window)
 
 
 def _exact_dtype(side: Side) -> str:

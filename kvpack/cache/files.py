@@ -202,7 +202,7 @@ def read_to_device(
 
 
 def file_arguments(cache: Cache) -> tuple[Contents, dict[str, numpy.ndarray]]:
-    """Return the header contents and arrays that ``container.write`` needs for a cache. Raises LimitExceeded."""
+    """Return the header contents and arrays that ``container.write`` needs for a cache."""
     arrays = {}
     with float32_no_grad(torch.device("cpu")):
         for number, layer in enumerate(cache.layers):
@@ -250,7 +250,7 @@ def read(
 
 def _selected_part(file: container.File, layers: Layers | None, tokens: Tokens | None) -> CachePart:
     with prefix_errors(file.where, OutOfBounds):
-        return CachePart.of(file.header, layers, tokens)
+        return CachePart.from_arguments(file.header, layers, tokens)
 
 
 def _bytes(tensor: torch.Tensor) -> numpy.ndarray:

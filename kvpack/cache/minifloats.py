@@ -109,7 +109,10 @@ class Minifloats:
             )
         granularity, scale_dtype = self._block_scales() or self._number_scales()
         if self.granularity not in (None, granularity):
-            raise InvalidParameter(f"granularity is {self.granularity!r}, but the scales {list(self.scales.shape)} are per {granularity}")
+            raise InvalidParameter(
+                f"granularity is {self.granularity!r}, but the scales {list(self.scales.shape)} are per {granularity}: pass that "
+                "granularity, or omit it"
+            )
         dim = self.shape[3]
         return Minifloat(
             dim, self._element, granularity, scale_dtype, (("codes", default_fields(dim, (1 << ELEMENTS[self._element].bits,))),)
@@ -219,10 +222,10 @@ class Minifloats:
         """
         batch, heads, tokens, dim = self.shape
         tail = torch.empty(batch, heads, 0, dim, dtype=torch.bfloat16, device=self.elements.device)
-        return Side(self.codec, PackedRuns.of([PackedRun(self.codec, tokens, self.streams)]), tail, window)
+        return Side(self.codec, PackedRuns.from_runs([PackedRun(self.codec, tokens, self.streams)]), tail, window)
 
     @classmethod
-    def of(cls, side: Side) -> Self:
+    def from_side(cls, side: Side) -> Self:
         """Return the elements and scales of packed keys or values, bit for bit.
 
         e2m1 elements are returned as uint8, two per byte. Scales have all of their axes, without broadcasting. Raises InvalidParameter if
@@ -254,7 +257,10 @@ class Minifloats:
             codes = codec.digits(streams)[0].to(torch.uint8)
             if codec.element == "e2m1":
                 if codec.dim % 2:
-                    raise InvalidParameter(f"the head dim is {codec.dim}, but must be even for e2m1, which stores two elements per byte")
+                    raise InvalidParameter(
+                        f"the head dim is {codec.dim}, but e2m1 needs an even head dim, because it stores two elements per "
+                        "byte"
+                    )
                 elements = codes[..., 0::2] | codes[..., 1::2] << 4
             else:
                 elements = codes.view(next(dtype for dtype, name in ELEMENT_DTYPES.items() if name == codec.element))
@@ -270,4 +276,4 @@ def _raise_if_any(wrong: torch.Tensor, description: str, values: torch.Tensor, f
         index = [int(i) for i in torch.nonzero(wrong)[0]]
         value = values[tuple(index)].item()
         shown = f"{value:#04x}" if isinstance(value, int) else str(value)
-        raise InvalidParameter(f"{description} at {index} is {shown}, which is {fault}: kvpack stores only finite values")
+        raise InvalidParameter(f"{description} at {index} is {shown}, which is {fault}: pass only finite values")

@@ -53,7 +53,7 @@ class Stretch:
 
     @property
     def layout(self) -> Mapping[str, Layout]:
-        """The layout of each stream. The number of rows in these layouts has no meaning."""
+        """The layout of each stream, except for its number of rows."""
         return self.codec.row_layouts
 
     def token_range(self, run_index: int) -> tuple[int, int]:
@@ -268,7 +268,7 @@ class PackedRuns(Sequence[PackedRun]):
     _last: tuple[int, PackedRun] | None = field(default=None, init=False)
 
     @staticmethod
-    def of(runs: Iterable[PackedRun]) -> PackedRuns:
+    def from_runs(runs: Iterable[PackedRun]) -> PackedRuns:
         """Return ``runs`` as ``PackedRuns`` with one stretch per run, or unchanged if they already are ``PackedRuns``."""
         return runs if isinstance(runs, PackedRuns) else PackedRuns(tuple(run.stretch for run in runs))
 
@@ -373,9 +373,10 @@ class PackedRuns(Sequence[PackedRun]):
         return PackedRuns((Stretch(template.codec, self.ends[last], streams),))
 
     def append(self, run: PackedRun) -> PackedRuns:
-        """Return the runs followed by ``run``. To keep the number of runs small, ``run`` may be joined with earlier runs.
+        """Return the runs followed by ``run``.
 
-        Beginning with the last run, a run is joined with all tokens after it unless it has more tokens.
+        To keep the number of runs small, ``run`` may be joined with earlier runs: each of the last runs is joined unless it has more tokens
+        than everything after it.
         """
         number, tokens, after = len(self), run.tokens, run
         while number:

@@ -19,7 +19,7 @@ from kvpack.coding.token_errors import collect_poor_fits, warn_of_poor_fits
 from kvpack.file.inputs import Inputs
 from kvpack.file.limits import MAX_TOKENS
 from kvpack.formats.arguments import as_integer, as_list, check_callback, check_mapping
-from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, MissingBasis, OutOfBounds, OutOfRange
+from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, MissingBasis, OutOfBounds, ValueTooLarge
 from kvpack.identity.arguments import ModelArgument, model_fields
 from kvpack.runtime.memory import shared_arena
 from kvpack.runtime.modes import float32_no_grad
@@ -329,7 +329,7 @@ def _pack_layers(
     if len(layer_indices) > 1:
         given = states[layer_indices.start : layer_indices.stop]
         # On small layers, calls take longer than their work, so layers are encoded as sequences of one batch.
-        with contextlib.suppress(InvalidParameter, OutOfRange, torch.OutOfMemoryError), collect_poor_fits() as poor_fits:
+        with contextlib.suppress(InvalidParameter, ValueTooLarge, torch.OutOfMemoryError), collect_poor_fits() as poor_fits:
             k, v = (torch.cat([getattr(layer, side) for layer in given]) for side in "kv")
             pairs, outlier = _pack_pair(DenseLayer(k, v, given[0].skipped), layer_indices, codecs, window, start)
             # Errors and warnings name a layer, so such layers are encoded one by one.

@@ -30,7 +30,7 @@ class CachePart:
         return (self.start, self.stop) == (0, self.tokens)
 
     @classmethod
-    def of(cls, header: Header, layers: Layers | None, tokens: Tokens | None) -> CachePart:
+    def from_arguments(cls, header: Header, layers: Layers | None, tokens: Tokens | None) -> CachePart:
         """Return the part of a file that the arguments of ``load`` select. None selects all layers or all tokens.
 
         Raises InvalidParameter, or OutOfBounds if the file lacks a layer or a token.

@@ -261,8 +261,8 @@ class Side:
                 group.
             norms: Function that returns the norms of the keys of tokens ``[start, stop)``, or None if they are not known.
 
-        Raises InvalidParameter or InvalidType if the dtype or shape of ``x`` does not match this side, and OutOfRange if the codec cannot
-        store a value.
+        Raises InvalidParameter or InvalidType if the dtype or shape of ``x`` does not match this side, and ValueTooLarge if the codec
+        cannot store a value.
         """
         self.check_new_tokens(x, where)
         with float32_no_grad(self.device):

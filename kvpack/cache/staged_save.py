@@ -110,7 +110,7 @@ class _PayloadTracker:
         for name, layout in self._contents.layouts.items():
             self._check(name, is_complete=True)
             tensors.append(TensorEntry(name, layout.dtype, layout.shape, "none", self._sizes[name], self._digests[name].digest()))
-        return Header.of(self._contents, tuple(tensors))
+        return Header.from_contents(self._contents, tuple(tensors))
 
     def _check(self, name: str, *, is_complete: bool) -> None:
         layout, size = self._contents.layouts[name], self._sizes[name]

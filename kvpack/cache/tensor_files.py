@@ -152,7 +152,7 @@ def _parse_header(path: str, data: memoryview) -> dict[str, Any]:
 
 
 def _parse_entry(path: str, name: str, description: Any) -> _TensorEntry:
-    """Parse the JSON description of the tensor ``name``. Raises InvalidParameter."""
+    """Parse the JSON description of the tensor ``name``."""
     match description:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end], **others} if not others and all(
             type(number) is int and number >= 0 for number in (*shape, begin, end)

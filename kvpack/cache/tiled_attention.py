@@ -221,7 +221,7 @@ def _mask_by_sequence(
     causal: bool,
     sliding_window: int | None,
 ) -> None:
-    """Set scores ``[batch, head, row, token]`` to -inf, in place, for tokens that a sequence's queries do not see.
+    """Set scores ``[batch, head, row, token]`` to -inf, in place, for tokens that the queries of a sequence do not see.
 
     ``positions``, ``[batch, 1, row, 1]``, are the positions of the queries. ``lengths``, ``[batch, 1, 1, 1]``, are the lengths of the
     sequences.

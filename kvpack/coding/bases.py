@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from kvpack.file import container
 from kvpack.file.basis import FEATURE, FREQUENCIES, KEY_FRAMES, MEAN, QUERIES, VALUES
 from kvpack.file.header import Contents, LayerEntry, SideEntry
-from kvpack.file.layer_states import StateEntry, features_of
+from kvpack.file.layer_states import StateEntry, list_features
 from kvpack.formats.arguments import describe
 from kvpack.formats.balanced_frames import CalibratedFrames
 from kvpack.formats.basis import RUN_COLUMNS, BasisRows, CalibratedRows
@@ -152,21 +152,24 @@ class Basis:
         return rows | {(state.heads, state.dim) for state in self._balanced.values()}
 
     def rows(self, layer: int, side: str) -> BasisRows:
-        """Return the rows for ``side`` ("k" or "v") of ``layer``. Raises OutOfBounds."""
+        """Return the rows for ``side`` ("k" or "v") of ``layer``. Raises OutOfBounds if the basis has none."""
         cached = self._rows.get((layer, side))
         if cached is None:
             raise OutOfBounds(f"{self.where}: the basis has no matrices for the {_SIDE_NAMES[side]} of layer {layer}{_ADVICE}")
         return cached
 
     def frames(self, layer: int, side: str) -> Frames:
-        """Return the frames of ``side`` ("k" or "v") of ``layer`` for the codec transform. Raises OutOfBounds."""
+        """Return the frames of ``side`` ("k" or "v") of ``layer`` for the codec transform. Raises OutOfBounds if the basis has none."""
         cached = self._frames.get((layer, side))
         if cached is None:
             raise OutOfBounds(f"{self.where}: the basis has no frames for the {_SIDE_NAMES[side]} of layer {layer}{_ADVICE}")
         return cached
 
     def balanced(self, layer: int, frame: str) -> CalibratedFrames:
-        """Return the frames for the keys of each head of ``layer``. ``frame`` is "balanced" or "centered". Raises OutOfBounds."""
+        """Return the frames for the keys of each head of ``layer``. ``frame`` is "balanced" or "centered".
+
+        Raises OutOfBounds if the basis has none.
+        """
         cached = self._balanced.get((layer, frame))
         if cached is None:
             raise OutOfBounds(
@@ -180,17 +183,21 @@ class Basis:
         return bool(self._balanced)
 
     def channel_queries(self, layer: int) -> CalibratedFrames:
-        """Return the mean square of each query channel of ``layer``, float32 ``[kv_head, dim]``, as ``channel_scale=balanced`` needs it.
-        Raises OutOfBounds.
+        """Return the mean square of each query channel of ``layer``, float32 ``[kv_head, dim]``, for ``channel_scale=balanced``.
+
+        Raises OutOfBounds if the basis has none.
         """
         return CalibratedFrames(self.digest, layer, queries=self.queries(layer).diagonal(dim1=1, dim2=2).contiguous())
 
     def queries(self, layer: int) -> torch.Tensor:
-        """Return the mean of q q^T over the queries of each key head, float32 ``[kv_head, dim, dim]``. Raises OutOfBounds."""
+        """Return the mean of q q^T over the queries of each key head, float32 ``[kv_head, dim, dim]``.
+
+        Raises OutOfBounds if the basis has none.
+        """
         return self._key_statistics(self._queries, layer, "second moments of queries")
 
     def mean(self, layer: int) -> torch.Tensor:
-        """Return the mean of the keys of ``layer`` before RoPE, float32 ``[kv_head, dim]``. Raises OutOfBounds."""
+        """Return the mean of the keys of ``layer`` before RoPE, float32 ``[kv_head, dim]``. Raises OutOfBounds if the basis has none."""
         return self._key_statistics(self._means, layer, "mean of keys before RoPE")
 
     @cached_property
@@ -324,7 +331,7 @@ class Basis:
             taken = numpy.frombuffer(run_widths, numpy.uint8).reshape(-1, len(columns)) * columns
             # The codes of each run of 8 columns fill whole bytes.
             bits += heads * int((8 * -(-taken // 8) if per_head else taken).sum()) + 16 * rows.heads * has_gain
-            streams = has_gain + (1 if per_head else len(Klt.of(rows.dim, self.digest, *place, run_widths).layout(1, 1, 1)) - 1)
+            streams = has_gain + (1 if per_head else len(Klt.from_widths(rows.dim, self.digest, *place, run_widths).layout(1, 1, 1)) - 1)
             bits += 8 * STREAM_BYTES["klt"] * streams / FILE_TOKENS
             values += rows.heads * rows.dim
         return bits / values
@@ -396,7 +403,7 @@ def basis_bytes(
     """Return the bytes of a basis file for a model with ``layers`` layers.
 
     ``rows`` maps (layer, "k" or "v") to float32 ``[kv_head, row, dim]``, ``frames`` maps it to frames that all share the same tables, and
-    ``balanced`` is keyed by layer. Raises OutOfRange if ``dtype`` ("fp16" or "fp32") cannot represent a value, and LimitExceeded if the
+    ``balanced`` is keyed by layer. Raises ValueTooLarge if ``dtype`` ("fp16" or "fp32") cannot represent a value, and LimitExceeded if the
     file would exceed a limit of the format.
     """
     codecs: dict[Codec, int] = {}
@@ -418,7 +425,7 @@ def basis_bytes(
     limits = [rope.longest for rope in ropes if rope is not None and rope.longest is not None]
     if limits:
         model = {**model, LONGEST_ROPE: str(min(limits))}
-    required, ignorable = features_of(states)
+    required, ignorable = list_features(states)
     contents = Contents(
         codecs=tuple(codecs), layers=tuple(entries), model=dict(model), required=tuple(sorted((FEATURE, *required))), ignorable=ignorable
     )

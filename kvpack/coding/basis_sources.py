@@ -75,7 +75,7 @@ def _candidate_bases(source: Any, digest: bytes) -> Iterator[Basis]:
 
 
 def _basis_files(folder: str) -> list[str]:
-    """Return the paths of the ``*.kvbasis`` files in a folder, smallest file first. Raises MissingFile."""
+    """Return the paths of the ``*.kvbasis`` files in a folder, smallest file first."""
     try:
         with os.scandir(folder) as entries:
             result = [(_file_size(entry), entry.path) for entry in entries if entry.name.endswith(SUFFIX)]

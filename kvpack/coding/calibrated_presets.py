@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from .bases import Basis
 
-    Place = tuple[int, str]
+    TensorKey = tuple[int, str]
     """A layer number, with "k" for its keys or "v" for its values."""
 
 MAX_WIDTH = 8
@@ -52,7 +52,7 @@ def _tensor_clause(layers: str, side: str, bits: int, average_bits: int, trellis
     return f"{layers}{side}={calibrated_codec(side, bits, trellis, average_bits)}{named}"
 
 
-def widths(losses: Mapping[Place, float], average: float) -> dict[Place, int]:
+def widths(losses: Mapping[TensorKey, float], average: float) -> dict[TensorKey, int]:
     """Return a bit width of at least 1 for each tensor. The mean width is at most ``average``.
 
     ``losses`` were all measured at the same width. Each bit is assigned to the tensor whose loss it reduces most (Shoham and Gersho 1988),
@@ -60,12 +60,13 @@ def widths(losses: Mapping[Place, float], average: float) -> dict[Place, int]:
     """
     result, raised = dict.fromkeys(losses, 1), increase_losses(losses)
     for _ in range(int((average - 1) * len(losses))):
-        place = max((place for place in losses if result[place] < MAX_WIDTH), key=lambda place: raised[place] * 4.0 ** -result[place])
-        result[place] += 1
+        below_maximum = (tensor_key for tensor_key in losses if result[tensor_key] < MAX_WIDTH)
+        tensor_key = max(below_maximum, key=lambda tensor_key: raised[tensor_key] * 4.0 ** -result[tensor_key])
+        result[tensor_key] += 1
     return result
 
 
-def increase_losses(losses: Mapping[Place, float]) -> dict[Place, float]:
+def increase_losses(losses: Mapping[TensorKey, float]) -> dict[TensorKey, float]:
     """Return all losses, increased by ``ADDED_LOSS`` times their mean."""
     added = ADDED_LOSS * fmean(losses.values()) if losses else 0.0
-    return {place: loss + added for place, loss in losses.items()}
+    return {tensor_key: loss + added for tensor_key, loss in losses.items()}

@@ -28,7 +28,7 @@ class Range(NamedTuple):
     end: float
 
     @classmethod
-    def of_item(cls, first: int, last: int) -> Range | None:
+    def from_item(cls, first: int, last: int) -> Range | None:
         """Return the range for layers ``first`` to ``last``, as numbered in a recipe, or None if it covers all layers."""
         if first >= 0 and last >= -1:
             result = cls(FIRST, first, last if last >= 0 else math.inf)
@@ -104,7 +104,7 @@ def _reduce_rules(rules: Sequence[tuple[LayerRanges, CodecText]]) -> tuple[Codec
     """Reduce the rules for keys, or for values, to a default codec and a list of exceptions in order."""
     ranges: list[tuple[Range | None, CodecText]] = []
     for items, codec in rules:
-        ranges += [(Range.of_item(*item), codec) for item in items or ((0, -1),)]
+        ranges += [(Range.from_item(*item), codec) for item in items or ((0, -1),)]
     while True:
         last = max(number for number, (layers, _) in enumerate(ranges) if layers is None)
         base = ranges[last][1]

@@ -35,7 +35,7 @@ def pointer(text: str, word: str, start: int = 0) -> str:
 
 
 def parse_rule(clause: str, written: str, text: str, presets: Mapping[str, str]) -> Rule:
-    """Parse ``clause`` into a rule. Raises InvalidClause.
+    """Parse ``clause`` into a rule.
 
     ``written`` is the clause as it appears in the recipe ``text``. ``presets`` maps names of presets and additions to recipe texts.
     """

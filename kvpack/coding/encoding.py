@@ -12,7 +12,7 @@ import torch
 
 from kvpack.errors import RoundedWarning
 from kvpack.formats.arguments import prefix_errors
-from kvpack.formats.errors import InvalidParameter, OutOfRange
+from kvpack.formats.errors import InvalidParameter, ValueTooLarge
 from kvpack.formats.foreign import begin_run
 from kvpack.formats.norm_rule import relative_errors
 from kvpack.formats.raw import EXACT_DTYPES
@@ -80,7 +80,7 @@ def encode(
 
     Raises:
         InvalidParameter: A value is NaN or infinite (except for raw and lossless, which store these too), or KVPACK_KERNELS is invalid.
-        OutOfRange: A norm is too large for its width.
+        ValueTooLarge: A norm is too large for its width.
 
     Issues a RoundedWarning if the codec stores its own dtype exactly but values have to be rounded to this dtype. Issues a KvpackWarning
     about tokens that lose precision, because they share a scale with others or because the codec's maps and means represent them poorly.
@@ -101,7 +101,7 @@ def encode(
             chosen = mark_poor_fits(chosen, measure_fit_errors(given(), shared))
         try:
             streams = _encode_with_raw(codec, raw, x, chosen, where, previous, position, sizes)
-        except OutOfRange:
+        except ValueTooLarge:
             # Raw tokens are selected by the keys, so values may still include a token whose norm is too large for its width.
             large = large_size_mask(given(), raw.high_norm) if raw.high_norm else None
             more = None if large is None else drop_crowded_pages(large.any(1) & ~chosen)
@@ -133,7 +133,7 @@ def _coded_norms(codec: Codec, x: torch.Tensor, where: str, previous: Mapping[st
     if not codec.changes_norms:
         return dispatch.norms(x)
     blocks = _split_blocks(codec, x)
-    with prefix_errors(where, OutOfRange):
+    with prefix_errors(where, ValueTooLarge):
         return codec.coded_norms(
             Run((*x.shape,), x.device, lambda: (_encodable_values(codec, x, *block, where) for block in blocks)), previous
         )
@@ -177,7 +177,7 @@ def _encode_with_raw(
     Raises the same errors as ``encode``.
     """
     token, sequence = chosen.T.nonzero().unbind(1)
-    with prefix_errors(where, OutOfRange):
+    with prefix_errors(where, ValueTooLarge):
         raw_values = raw.encode_tokens(x, token, sequence)
     if not torch.isfinite(raw_values[VALUES]).all():
         check_finite(x, 0, where)
@@ -185,7 +185,7 @@ def _encode_with_raw(
     streams = dispatch.encode(plain, x, previous, skipped=chosen)
     if streams is None and not (plain.summary.entries or plain.summary.has_run_rows or x.device.type != "cpu"):
         # Rows of tokens can be replaced, which is faster on a CPU than copying all values without the raw tokens.
-        with contextlib.suppress(OutOfRange):
+        with contextlib.suppress(ValueTooLarge):
             streams = encode_all(plain, x, where, previous, position, sizes)
             _encode_groups_again(plain, x, chosen, streams, where, previous, sizes)
     if streams is None:
@@ -246,7 +246,7 @@ def _encode_in_blocks(
 
     def encode_block(start: int, stop: int) -> None:
         part = _encodable_values(codec, x, start, stop, where)
-        with prefix_errors(f"{where}, tokens {start} to {stop - 1}", OutOfRange):
+        with prefix_errors(f"{where}, tokens {start} to {stop - 1}", ValueTooLarge):
             encoded = run.encode(part, start)
         if not isinstance(codec, CodecWithSidecars):
             measure(part, start, encoded)
@@ -277,7 +277,7 @@ def _encode_in_blocks(
         begin = partial(begin_run, codec)
         if isinstance(codec, CodecWithSidecars):
             begin = partial(codec.begin, kernel=encode_inner, watch=measure)
-        with prefix_errors(where, OutOfRange):
+        with prefix_errors(where, ValueTooLarge):
             given = Run(
                 (batch, heads, tokens, dim), x.device, lambda: (_encodable_values(codec, x, *block, where) for block in blocks), position
             )
@@ -348,5 +348,5 @@ def check_finite(x: torch.Tensor, first: int, where: str) -> None:
     value = x[batch, head, token, channel].item()
     raise InvalidParameter(
         f"{where}: the value at batch {batch}, head {head}, token {first + token}, channel {channel} is {value}: "
-        "lossy codecs accept only finite values; the codecs raw and lossless store any value"
+        "lossy codecs accept only finite values: use the codec raw or lossless, which store any value"
     )

@@ -15,7 +15,7 @@ PREFIX = "raw="
 
 
 def parse_raw_clause(clause: str) -> dict[str, str]:
-    """Return the codec options that ``clause`` sets. ``raw=0`` sets none. Raises InvalidParameter."""
+    """Return the codec options that ``clause`` sets. ``raw=0`` sets none."""
     values = clause.removeprefix(PREFIX).split(",")
     if len(values) > len(RawPositions.words):
         raise InvalidParameter(f"{clause!r} has {len(values)} values, expected up to {len(RawPositions.words)}: {_SYNTAX}")
@@ -28,7 +28,7 @@ def parse_raw_clause(clause: str) -> dict[str, str]:
 
 
 def raw_positions_from(options: Mapping[str, str]) -> RawPositions | None:
-    """Return the selection of raw tokens that these codec options define, or None if no tokens are kept raw. Raises InvalidParameter."""
+    """Return the selection of raw tokens that these codec options define, or None if no tokens are kept raw."""
     return RawPositions.from_options(1, "k", Options("raw", options))
 
 

@@ -349,7 +349,10 @@ class Recipe:
         for rule in self.rules:
             for item in chain.from_iterable(rule.items or ()):
                 if not -layers <= item < layers:
-                    raise OutOfBounds(f"recipe {self._written!r} names layer {item}, but the cache has only {layers} layers")
+                    raise OutOfBounds(
+                        f"recipe {self._written!r} names layer {item}, but the cache has only {layers} layers: name only these, or "
+                        "count from the end, as in -1"
+                    )
 
     def _check_order(self) -> None:
         """Raise InvalidParameter if later clauses for all layers override a clause for some layers."""

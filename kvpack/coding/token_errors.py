@@ -160,13 +160,14 @@ def allocate_sizes(codec: Codec, x: torch.Tensor) -> TokenSizes:
     return TokenSizes(room() if needs_norms else None, room() if summary.direction_spread else None)
 
 
-def measure_losses(run: EncodedRun, *, of_scales: bool = True) -> list[Loss]:
+def measure_losses(run: EncodedRun, *, check_shared_scales: bool = True) -> list[Loss]:
     """Return how much precision the tokens of a run lose: from poor fit of the tokens themselves, and from scales shared with other tokens.
 
-    If ``of_scales`` is False, scales that heads or tokens share are not examined, but scales of the whole run and norms still are.
+    If ``check_shared_scales`` is False, scales that heads or tokens share are not examined, but scales of the whole run and norms still
+    are.
     """
     summary, losses = run.codec.summary, []
-    if of_scales and (shared := summary.shared_scales):
+    if check_shared_scales and (shared := summary.shared_scales):
         measured = run.norms() if run.sizes.norms is None else run.sizes.norms
         # In most runs, no scale is too large.
         if TOKENS in shared and (factors := widening_factors(measured, shared)).any():
@@ -192,7 +193,7 @@ def excess_losses(run: EncodedRun) -> torch.Tensor | None:
     The result is float32 ``[2, batch, token]``. The first row is the largest ``Loss.factors / Loss.ratio``, and the second is the largest
     ``Loss.factors / Loss.warned``. Values above 1 exceed a limit.
     """
-    losses = measure_losses(run, of_scales=False)
+    losses = measure_losses(run, check_shared_scales=False)
     if not losses:
         return None
     factors = torch.stack([loss.factors for loss in losses])

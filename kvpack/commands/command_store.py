@@ -86,7 +86,7 @@ _UNITS: dict[str, int] = {
 
 
 def byte_count(text: str) -> int:
-    """Return the number of bytes in a size such as ``1000000000``, ``1GB`` or ``1.5GiB``. Raises ArgumentTypeError."""
+    """Return the number of bytes in a size such as ``1000000000``, ``1GB`` or ``1.5GiB``."""
     match = _COUNT.fullmatch(text.strip())
     unit = None if match is None else _UNITS.get(match[2].lower())
     if match is None or unit is None:
@@ -96,7 +96,7 @@ def byte_count(text: str) -> int:
 
 
 def positive_byte_count(text: str) -> int:
-    """Return the number of bytes as ``byte_count`` does, but reject 0. Raises ArgumentTypeError."""
+    """Return the number of bytes as ``byte_count`` does, but reject 0."""
     count = byte_count(text)
     if not count:
         raise argparse.ArgumentTypeError(f"{text!r:.80} must be at least 1 byte")
@@ -108,7 +108,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def seconds(text: str) -> int:
-    """Return the number of seconds in a time such as ``90s``, ``30m``, ``12h`` or ``7d``. Raises ArgumentTypeError."""
+    """Return the number of seconds in a time such as ``90s``, ``30m``, ``12h`` or ``7d``."""
     match = _TIME.fullmatch(text.strip())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r:.80} must be a time, such as 90s, 30m, 12h or 7d")

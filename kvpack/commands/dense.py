@@ -103,7 +103,7 @@ def pack(arguments: argparse.Namespace) -> int:
 
 
 def _dense_tensors(cache: Cache, arguments: argparse.Namespace, callback: Progress | None) -> dict[str, torch.Tensor]:
-    """Return the tensors of the dense file by name. Raises OutOfRange if a value does not fit in ``--dtype``."""
+    """Return the tensors of the dense file by name. Raises ValueTooLarge if a value does not fit in ``--dtype``."""
     import torch
 
     from kvpack.integrations.exported_values import export_values
@@ -187,7 +187,7 @@ def _parse_inputs(path: str, ids: torch.Tensor | None, info: _UnpackedInfo) -> I
             rows = [token_bytes(row) for row in ids]
         else:
             rows = [b"" if ids is None else token_bytes(ids)]
-        return Inputs.of_rows(rows, info.undetermined or (), info.hidden, info.start)
+        return Inputs.from_rows(rows, info.undetermined or (), info.hidden, info.start)
     except InvalidParameter as error:
         raise InvalidParameter(f"{path}: {error}") from None
 

@@ -394,7 +394,7 @@ def recipe_sizes(recipe: Recipe, layers: Sequence[_SizedLayer | None]) -> tuple[
     head dim, and InvalidHeader or LimitExceeded if there can be no file of this shape.
     """
     from kvpack.file.container import file_size
-    from kvpack.file.header import Contents, LayerEntry, SideEntry, features_of
+    from kvpack.file.header import Contents, LayerEntry, SideEntry, list_features
 
     recipe.check_layers(len(layers))
     codecs: dict[Any, int] = {}
@@ -412,6 +412,6 @@ def recipe_sizes(recipe: Recipe, layers: Sequence[_SizedLayer | None]) -> tuple[
                 count = layer.heads * layer.tokens * dim
                 nominal, values = nominal + codec.nominal_bits * count, values + count
         entries.append(LayerEntry(*sides))
-    contents = Contents(codecs=tuple(codecs), layers=tuple(entries), recipe=recipe.text, required=features_of(codecs))
+    contents = Contents(codecs=tuple(codecs), layers=tuple(entries), recipe=recipe.text, required=list_features(codecs))
     size = file_size(contents)
     return nominal / values, 8 * size / values, size

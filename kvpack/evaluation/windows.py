@@ -166,8 +166,8 @@ def prefill(
     """Return each layer's (k, v) for ``tokens``, ``[batch, token]``. Each is ``[batch, kv_head, token, dim]`` in the model's dtype.
 
     ``positions``, ``[batch, token]``, start at 0 by default. ``observe(layer, queries)`` is called with the queries that attention
-    receives, ``[batch, q_head, token, dim]``, unless the model implements attention itself. Raises InvalidParameter if the model has layers
-    with states other than keys and values.
+    receives, ``[batch, q_head, token, dim]``, unless the model computes attention in its own code. Raises InvalidParameter if the model has
+    layers with states other than keys and values.
     """
     known = Model(model)
     if any(known.states(known.config.num_hidden_layers)):
@@ -209,8 +209,8 @@ def attention_shares(model: Any, tokens: torch.Tensor, pairs: Pairs, chosen: Seq
     """Return the fraction of attention weight that each layer gives to chosen tokens, averaged over heads and the newest queries.
 
     ``tokens`` is ``[1, token]``. ``pairs`` contains the keys and values of the first tokens. ``chosen``, bool ``[token]`` for each layer,
-    marks some of these tokens. The list is empty for models that implement attention themselves, or whose attention weights depend on other
-    terms, such as position biases.
+    marks some of these tokens. The list is empty for models that compute attention in their own code, or whose attention weights depend on
+    other terms, such as position biases.
     """
     known = pairs[0][0].shape[2]
     cache = uncompressed_cache(model, [(k.clone(), v.clone()) for k, v in pairs])

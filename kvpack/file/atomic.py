@@ -220,7 +220,7 @@ def _check_writable(where: str, target: str) -> None:
 
 
 def _set_mode(descriptor: int, target: str, folder: str) -> None:
-    """Give a new file the mode, owner and group of the file that it replaces, or the umask's mode if there is none. Raises OSError."""
+    """Give a new file the mode, owner and group of the file that it replaces, or the umask's mode if there is none."""
     try:
         old = os.stat(target)
     except OSError:
@@ -242,7 +242,7 @@ def _set_mode(descriptor: int, target: str, folder: str) -> None:
 
 
 def _new_mode(folder: str) -> int:
-    """Return the mode that the umask gives to a new file in ``folder``. Raises OSError.
+    """Return the mode that the umask gives to a new file in ``folder``.
 
     This creates and removes a file. Reading the umask instead would briefly change it for all threads.
     """
@@ -257,18 +257,18 @@ def _new_mode(folder: str) -> int:
 
 
 def _create(folder: str, *, mode: int = 0o600) -> tuple[int, str]:
-    """Create an unfinished file. Returns its descriptor and path. Raises OSError."""
+    """Create an unfinished file. Returns its descriptor and path."""
     path = os.path.join(folder, f"{TEMPORARY_PREFIX}{os.getpid()}-{os.urandom(8).hex()}{LOCKED_SUFFIX}")
     # KV caches are as private as their prompts.
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), path
 
 
 def _create_locked(folder: str) -> tuple[int, str]:
-    """Create and lock an unfinished file. Returns its descriptor and path. Raises OSError."""
+    """Create and lock an unfinished file. Returns its descriptor and path."""
     for _ in range(_ATTEMPTS):
         descriptor, path = _create(folder)
         try:
-            if try_lock(descriptor) is not False and _is_path_of(path, descriptor):
+            if try_lock(descriptor) is not False and _path_refers_to(path, descriptor):
                 return descriptor, path
         except BaseException:
             os.close(descriptor)
@@ -280,7 +280,7 @@ def _create_locked(folder: str) -> tuple[int, str]:
 
 
 def sweep(path: str, *, old: bool, local_only: bool = False) -> bool:
-    """Remove an unfinished file unless its writer holds its lock. Returns True if it was removed. Raises OSError.
+    """Remove an unfinished file unless its writer holds its lock. Returns True if it was removed.
 
     A file that cannot be locked, or that was never locked according to its name, is removed only with ``old=True``. With
     ``local_only=True``, files on network file systems are kept, because locks of other hosts may be invisible there.
@@ -291,7 +291,7 @@ def sweep(path: str, *, old: bool, local_only: bool = False) -> bool:
             return False
         locked = try_lock(descriptor)
         removed = locked is not None and path.endswith(LOCKED_SUFFIX)
-        if locked is False or not (removed or old) or not _is_path_of(path, descriptor):
+        if locked is False or not (removed or old) or not _path_refers_to(path, descriptor):
             return False
         # A writer that has only just created the file notices the removal and creates another.
         os.unlink(path)
@@ -324,7 +324,7 @@ def _is_local(descriptor: int) -> bool:
 
 
 def is_on_one_host(path: str) -> bool:
-    """Return True if ``path`` is on a local file system, so that no other host can write to it. Raises OSError."""
+    """Return True if ``path`` is on a local file system, so that no other host can write to it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return _is_local(descriptor)
@@ -332,7 +332,7 @@ def is_on_one_host(path: str) -> bool:
         os.close(descriptor)
 
 
-def _is_path_of(path: str, descriptor: int) -> bool:
+def _path_refers_to(path: str, descriptor: int) -> bool:
     """Return True if ``path`` still refers to the open file."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
@@ -378,7 +378,7 @@ def _is_special(target: str) -> bool:
 
 
 def sync_folder(folder: str) -> None:
-    """Sync a folder's directory entries to disk. Raises OSError."""
+    """Sync a folder's directory entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

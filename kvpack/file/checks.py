@@ -74,7 +74,7 @@ def check(where: str, value: Any, rule: Rule) -> None:
 
 
 def check_argument(where: str, value: Any, rule: Rule) -> None:
-    """Check an argument from the caller against ``rule``. Raises InvalidParameter."""
+    """Check an argument from the caller against ``rule``."""
     try:
         check(where, value, rule)
     except (InvalidHeader, LimitExceeded) as error:

@@ -21,7 +21,7 @@ from .atomic import write_file
 from .footprint import check_size
 from .front import align_up, check_digest, check_hash, make_front, read_front, undigested_front
 from .header import Contents, Header, SideEntry, TensorEntry, layout_bytes
-from .payload import Span, check_pad, check_pads, checked_array, read_checked, read_span, span_of
+from .payload import Span, check_pad, check_pads, checked_array, find_span, read_checked, read_span
 from .user_files import DiskFile, MemoryFile, Source, open_regular, path_text
 from .zstd import FEATURE as CHECKSUMS
 from .zstd import compress_frame, decompress_frame
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def file_size(contents: Contents) -> int:
-    """Return the size in bytes of the file that ``write`` would create without compression. Raises LimitExceeded."""
+    """Return the size in bytes of the file that ``write`` would create without compression."""
     return undigested_front(contents).file_bytes
 
 
@@ -84,7 +84,7 @@ def pieces(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = Fa
         tensors.append(TensorEntry(name, layout.dtype, layout.shape, filter_name, len(stored[name]), xxhash.xxh3_128_digest(stored[name])))
     if any(tensor.filter == "zstd" for tensor in tensors):
         contents = replace(contents, ignorable={**contents.ignorable, CHECKSUMS: b""})
-    front = make_front(Header.of(contents, tuple(tensors)))
+    front = make_front(Header.from_contents(contents, tuple(tensors)))
     result = [memoryview(front.text), memoryview(front.tensor)]
     for name, place in front.places.items():
         result += [memoryview(bytes(place.begin - place.pad)), stored[name]]
@@ -268,7 +268,7 @@ class File:
         entry, arrays, prefix = self.side(offsets.layer, offsets.side), {}, f"{offsets.layer}.{offsets.side}"
         layouts, tensors = self.header.streams[entry], self._tensors_at(offsets)
         with prefix_errors(self.where):
-            span = span_of(self.front, tensors)
+            span = find_span(self.front, tensors)
             if span is not None:
                 read_span(self._source, span, 0, span.end - span.begin, memory[: span.end - span.begin])
                 for tensor, begin, end in tensors:
@@ -290,7 +290,7 @@ class File:
         for places in sides:
             tensors += [(tensor, start + begin, start + end) for tensor, begin, end in self._tensors_at(places)]
             start += places.nbytes
-        return span_of(self.front, tensors)
+        return find_span(self.front, tensors)
 
     def read_span_into(self, span: Span, first: int, last: int, memory: memoryview) -> None:
         """Read bytes ``[first, last)`` of ``span`` into ``memory``, which has the same size. Padding is checked, but digests are not."""

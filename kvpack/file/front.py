@@ -117,14 +117,14 @@ class Front:
 
 
 def make_front(header: Header) -> Front:
-    front = _front_of(header, pack_header(header))
+    front = _build_front(header, pack_header(header))
     length = len(front.text) - LENGTH_BYTES
     if length > MAX_JSON_BYTES:
         raise LimitExceeded(f"the JSON header has {length} bytes, but may have at most {MAX_JSON_BYTES}")
     return front
 
 
-def _front_of(header: Header, tensor: bytes) -> Front:
+def _build_front(header: Header, tensor: bytes) -> Front:
     """Return the front of a file with ``header``. ``tensor`` contains the packed bytes of the header."""
     digest = xxhash.xxh3_128_hexdigest(tensor)
     rows = [
@@ -151,15 +151,12 @@ def _front_of(header: Header, tensor: bytes) -> Front:
 
 
 def undigested_front(contents: Contents) -> Front:
-    """Return the front of an uncompressed file of ``contents``, with zeros as digests. Positions and sizes are final.
-
-    Raises LimitExceeded.
-    """
+    """Return the front of an uncompressed file of ``contents``, with zeros as digests. Positions and sizes are final."""
     zeros = bytes(DIGEST_BYTES)
     tensors = (
         TensorEntry(name, layout.dtype, layout.shape, "none", layout_bytes(layout), zeros) for name, layout in contents.layouts.items()
     )
-    return make_front(Header.of(contents, tuple(tensors)))
+    return make_front(Header.from_contents(contents, tuple(tensors)))
 
 
 def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header, Front]:
@@ -198,7 +195,7 @@ def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header,
     if memory_limit is not None:
         check_header(header, size, start, header_bytes, memory_limit)
     # parse_header accepts only the canonical bytes of the header that it returns.
-    front = _front_of(header, tensor)
+    front = _build_front(header, tensor)
     data = bytes(source.read(0, min(size, len(front.text))))
     if data != front.text:
         offset = _first_difference(data, front.text[: len(data)])

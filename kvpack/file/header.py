@@ -331,7 +331,7 @@ class Header(Contents):
                 raise prefix_error(f"tensors[{number}]", error) from None
 
     @classmethod
-    def of(cls, contents: Contents, tensors: tuple[TensorEntry, ...]) -> Header:
+    def from_contents(cls, contents: Contents, tensors: tuple[TensorEntry, ...]) -> Header:
         """Return the header of a file with these contents and stored tensors."""
         return cls(**{field.name: getattr(contents, field.name) for field in dataclasses.fields(Contents)}, tensors=tensors)
 
@@ -360,7 +360,7 @@ def layout_bytes(layout: Layout) -> int:
     return math.prod(layout.shape) * DTYPE_BYTES[layout.dtype]
 
 
-def features_of(codecs: Iterable[Codec]) -> tuple[str, ...]:
+def list_features(codecs: Iterable[Codec]) -> tuple[str, ...]:
     """Return the features that ``codecs`` require, in ascending order."""
     return tuple(sorted(frozenset().union(*map(_features, codecs))))
 

@@ -24,7 +24,7 @@ class HiddenRange(NamedTuple):
     stop: int
 
 
-def features_of(hidden: Iterable[HiddenRange]) -> tuple[tuple[str, ...], dict[str, bytes]]:
+def list_features(hidden: Iterable[HiddenRange]) -> tuple[tuple[str, ...], dict[str, bytes]]:
     """Return the ``required`` and ``ignorable`` features of a file with these hidden ranges. Raises LimitExceeded if there are too many."""
     data = b"".join(_RECORD.pack(*token_range) for token_range in hidden)
     if len(data) > MAX_BINARY_BYTES:
@@ -36,10 +36,7 @@ def features_of(hidden: Iterable[HiddenRange]) -> tuple[tuple[str, ...], dict[st
 
 
 def hidden_tokens(data: bytes, batch: int, start: int, stop: int) -> tuple[HiddenRange, ...]:
-    """Parse the feature's data. Returns the hidden ranges. The file has ``batch`` sequences and positions ``[start, stop)``.
-
-    Raises InvalidHeader.
-    """
+    """Parse the feature's data. Returns the hidden ranges. The file has ``batch`` sequences and positions ``[start, stop)``."""
     if not data or len(data) % _RECORD.size:
         raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected a positive multiple of {_RECORD.size}")
     hidden = tuple(HiddenRange(*record) for record in _RECORD.iter_unpack(data))

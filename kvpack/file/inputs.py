@@ -117,7 +117,9 @@ class Inputs:
         object.__setattr__(self, "hidden", tuple(HiddenRange(*token_range) for token_range in self.hidden))
 
     @classmethod
-    def of_rows(cls, rows: Sequence[bytes], undetermined: Iterable[tuple[str, int]], hidden: tuple[HiddenRange, ...], first: int) -> Inputs:
+    def from_rows(
+        cls, rows: Sequence[bytes], undetermined: Iterable[tuple[str, int]], hidden: tuple[HiddenRange, ...], first: int
+    ) -> Inputs:
         """Create inputs from the ids of each sequence. All sequences must have the same number of ids.
 
         The cache's first token is at position ``first``. ``undetermined`` contains (clause, position) pairs. The position is that of the
@@ -234,7 +236,7 @@ class Inputs:
         differ, ``row-ids.0`` and following are added. If the ids before the first token are known, ``earlier-ids`` is added. Raises
         LimitExceeded if there are more hidden tokens than a file can list.
         """
-        required, ignorable = hidden_tokens.features_of(self.hidden)
+        required, ignorable = hidden_tokens.list_features(self.hidden)
         kept = self.token_ids[: MAX_IDS * ID_BYTES]
         rows, count = b"", 0
         if self.rows:

@@ -25,8 +25,8 @@ class HasSides(Protocol):
     def v(self) -> object: ...
 
 
-def features_of(start: int, starts: Sequence[int]) -> tuple[tuple[str, ...], dict[str, bytes]]:
-    """Return the ``required`` and ``ignorable`` features of a file that starts at position ``start``. Raises LimitExceeded.
+def list_features(start: int, starts: Sequence[int]) -> tuple[tuple[str, ...], dict[str, bytes]]:
+    """Return the ``required`` and ``ignorable`` features of a file that starts at position ``start``.
 
     ``starts`` contains the first position of each layer.
     """

@@ -69,7 +69,7 @@ class StateEntry:
         return Layout(self.dtype, self.shape)
 
 
-def features_of(states: Iterable[StateEntry]) -> tuple[tuple[str, ...], dict[str, bytes]]:
+def list_features(states: Iterable[StateEntry]) -> tuple[tuple[str, ...], dict[str, bytes]]:
     """Return the ``required`` and ``ignorable`` features of a file with these states. Raises LimitExceeded if there are too many."""
     ordered = sorted(states, key=lambda state: (state.layer, state.name))
     if not ordered:

@@ -40,7 +40,7 @@ class LazyArray:
         self._memory = bytearray()
 
     def flat(self, start: int, stop: int) -> numpy.ndarray[Any, Any]:
-        """Return values ``[start, stop)`` of the flattened array. They are valid until the next call. Raises Truncated."""
+        """Return values ``[start, stop)`` of the flattened array. They are valid until the next call."""
         begin, end = self._begin + start * self._item, self._begin + stop * self._item
         if len(self._memory) < end - begin:
             self._memory = bytearray(end - begin)
@@ -105,7 +105,7 @@ class Span:
     pads: tuple[tuple[str, int, int], ...]
 
 
-def span_of(front: Front, tensors: Sequence[tuple[TensorEntry, int, int]]) -> Span | None:
+def find_span(front: Front, tensors: Sequence[tuple[TensorEntry, int, int]]) -> Span | None:
     """Return the byte range of ``tensors`` in the file if they have the same layout there as in memory, or None otherwise.
 
     Each tensor entry comes with its byte range in memory. The first tensor begins at 0.

@@ -33,7 +33,7 @@ class HasSides(Protocol):
     def sides(self) -> Iterator[tuple[str, HasTokens]]: ...
 
 
-def features_of(offsets: Sequence[int] | None) -> tuple[tuple[str, ...], dict[str, bytes]]:
+def list_features(offsets: Sequence[int] | None) -> tuple[tuple[str, ...], dict[str, bytes]]:
     """Return the ``required`` and ``ignorable`` features of a file with one offset per sequence, or None if they are unknown."""
     if offsets is None:
         return (), {}

@@ -69,7 +69,7 @@ class RowLayout(NamedTuple):
 
 
 def row_layout(contents: Contents) -> RowLayout:
-    """Return the layout of a row that stores a page with these contents. Raises LimitExceeded."""
+    """Return the layout of a row that stores a page with these contents."""
     description = pack_header(contents)
     places, end = {}, _align(FRAME_BYTES + len(description))
     for name, layout in contents.layouts.items():
@@ -85,7 +85,7 @@ def is_row_start(first_bytes: bytes) -> bool:
     return first_bytes.startswith(MAGIC)
 
 
-def namespace_of(first_bytes: bytes) -> bytes | None:
+def row_namespace(first_bytes: bytes) -> bytes | None:
     """Return the namespace in a row's first bytes, unchecked, or None if the bytes do not begin a row of version 1."""
     return first_bytes[NAMESPACE_AT:KEY_AT] if is_row_start(first_bytes) else None
 
@@ -133,7 +133,7 @@ def powers() -> numpy.ndarray[tuple[int], numpy.dtype[numpy.uint64]]:
         return numpy.multiply.accumulate(weights)[::-1].copy()
 
 
-def frame_of(data: memoryview, where: str) -> Frame:
+def read_frame(data: memoryview, where: str) -> Frame:
     """Return the frame at the beginning of ``data``, after checking its magic and length.
 
     Raises NotKvpack, UnsupportedVersion, InvalidHeader or Truncated.
@@ -159,7 +159,7 @@ def check_row(data: memoryview, where: str) -> Frame:
 
     Raises NotKvpack, UnsupportedVersion, Truncated, InvalidHeader or DigestMismatch.
     """
-    frame = frame_of(data, where)
+    frame = read_frame(data, where)
     actual = checksum(data[: frame.length])
     if actual != frame.checksum:
         raise DigestMismatch(f"{where}: its {frame.length} bytes have the checksum {actual:016x}, expected {frame.checksum:016x}")
@@ -167,7 +167,7 @@ def check_row(data: memoryview, where: str) -> Frame:
 
 
 def check_row_matches(row: memoryview, frame: Frame, layout: RowLayout, namespace: bytes, key: bytes | None, where: str) -> None:
-    """Raise InvalidHeader if a row differs from the expected layout, namespace or key. The caller has checked the row's checksum.
+    """Raise InvalidHeader if a row differs from the expected layout, namespace or key. The row's checksum must already have been checked.
 
     The message describes the first difference. If ``key`` is None, any key is accepted.
     """

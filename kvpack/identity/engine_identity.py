@@ -67,10 +67,7 @@ def _file_digest(path: str) -> str:
 
 
 def digest_file_bytes(path: str, size: int) -> str:
-    """Return the digest of a file of ``size`` bytes: the SHA-256 of the XXH3-128 digests of its pieces of ``PIECE_BYTES`` bytes.
-
-    Raises OSError.
-    """
+    """Return the digest of a file of ``size`` bytes: the SHA-256 of the XXH3-128 digests of its pieces of ``PIECE_BYTES`` bytes."""
     total = hashlib.sha256(size.to_bytes(8, "little"))
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -46,7 +46,7 @@ _ALIGNMENT = 8
 """Required alignment, in bytes, of memory that is digested on a device."""
 
 
-class Weights:
+class WeightsDigest:
     """Computes the digest of a model's weights in the background. ``state`` contains their (name, value) pairs.
 
     Values must not change before ``wait_until_read`` returns. The constructor and ``text`` raise InvalidParameter if a tensor's values are
@@ -81,10 +81,7 @@ class Weights:
 
     @cached_property
     def text(self) -> str:
-        """The digest of all names, dtypes, shapes and values, with the prefix ``sha256:``. Blocks until it has been computed.
-
-        Raises InvalidParameter.
-        """
+        """The digest of all names, dtypes, shapes and values, with the prefix ``sha256:``. Blocks until it has been computed."""
         result = self._found | dict(zip(self._host_numbers, self._host.results(), strict=True))
         for device in self._devices:
             result |= device.texts()
@@ -209,15 +206,15 @@ def model_name(loaded_from: str) -> str:
     return path.name if is_path else loaded_from
 
 
-def weights_of(model_parts: Iterable[ModelPart]) -> Weights:
-    """Start computing the digest of all parameters and persistent buffers except those of adapters. Raises InvalidParameter."""
-    return Weights(_states(model_parts))
+def digest_weights(model_parts: Iterable[ModelPart]) -> WeightsDigest:
+    """Start computing the digest of all parameters and persistent buffers except those of adapters."""
+    return WeightsDigest(_states(model_parts))
 
 
 def weights_sample(model_parts: Iterable[ModelPart]) -> str:
     """Return the digest of ``SAMPLED_VALUES`` evenly spaced values of each tensor in the model's weights, with the prefix ``SAMPLE``.
 
-    Files of earlier versions contain this digest. Raises InvalidParameter.
+    Files of earlier versions contain this digest.
     """
     named = _states(model_parts)
     lines = [
@@ -232,7 +229,7 @@ def config_digest(config: Any, model_parts: Iterable[ModelPart]) -> str:
     """Return a digest of everything on which keys and values depend, except the weights' values and the adapters.
 
     It covers the model's configuration and its modules. For every module, these are its class, its plain attributes, its current buffers,
-    and the types, dtypes and shapes of its parameters. Raises InvalidParameter.
+    and the types, dtypes and shapes of its parameters.
     """
     return json_digest([_config_settings(config), [_describe_module(part) for part in _model_modules(model_parts)]])
 

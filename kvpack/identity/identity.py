@@ -157,12 +157,12 @@ def _custom_state(part: ModelPart) -> list[Any]:
     if not part.module._parameters:
         return []
     kind = type(part.module).__name__
-    parameters = [(name, tensor) for name, tensor in part.module._parameters.items() if tensor is not None and _is_of_adapter(name, kind)]
-    return [[name, tensor_digest(f"{part.name}.{name}", tensor)] for name, tensor in sorted(parameters)]
+    tensors = {name: x for name, x in part.module._parameters.items() if x is not None and _belongs_to_adapter(name, kind)}
+    return [[name, tensor_digest(f"{part.name}.{name}", tensor)] for name, tensor in sorted(tensors.items())]
 
 
 @lru_cache(maxsize=4096)
-def _is_of_adapter(parameter: str, kind: str) -> bool:
+def _belongs_to_adapter(parameter: str, kind: str) -> bool:
     """Return True if a parameter outside PEFT belongs to an adapter, according to its own name, such as lora_A, or its module's class."""
     return bool(_CUSTOM_ADAPTERS.search(parameter) or _CUSTOM_ADAPTERS.search(kind))
 
@@ -249,7 +249,7 @@ class Identity:
         self._check()
 
     def _check(self) -> None:
-        """Check that a header can store all fields, and make the recipe's text canonical. Raises InvalidParameter."""
+        """Check that a header can store all fields, and make the recipe's text canonical."""
         for name in _FIELDS:
             value = getattr(self, name)
             if name == "tenant" and isinstance(value, str):
@@ -293,15 +293,15 @@ class Identity:
             InvalidParameter: An adapter has effects that kvpack cannot determine, values are not in memory (on the meta device) or cannot
                 be read, or the model drops values at random.
         """
-        from .modules import base_model, model_parts_of, windows_and_states
+        from .modules import base_model, list_model_parts, windows_and_states
 
-        model_parts = model_parts_of(model)
-        identity = cls.of_parts(model_parts, recipe, name=name, weights=weights, adapter=adapter, tenant=tenant, extra=extra)
+        model_parts = list_model_parts(model)
+        identity = cls.from_model_parts(model_parts, recipe, name=name, weights=weights, adapter=adapter, tenant=tenant, extra=extra)
         windows, keeps_states = windows_and_states(base_model(model_parts).config)
         return dataclasses.replace(identity, windows=windows, keeps_states=keeps_states)
 
     @classmethod
-    def of_parts(
+    def from_model_parts(
         cls,
         model_parts: Sequence[ModelPart],
         recipe: str | Recipe,
@@ -317,7 +317,7 @@ class Identity:
 
         If both ``digests`` and ``weights`` are set, no weights are read.
         """
-        from .fingerprint import check_deterministic, config_digest, dtype_text, model_name, weights_of, weights_sample
+        from .fingerprint import check_deterministic, config_digest, digest_weights, dtype_text, model_name, weights_sample
         from .modules import base_model
         from .rope import rope_text
 
@@ -326,7 +326,7 @@ class Identity:
         if digests is None:
             digests = ()
             with contextlib.nullcontext() if weights is None else contextlib.suppress(InvalidParameter):
-                digests = weights_of(model_parts).text, weights_sample(model_parts)
+                digests = digest_weights(model_parts).text, weights_sample(model_parts)
         return cls(
             model=model_name(getattr(base.config, "name_or_path", "") or "") if name is None else name,
             recipe=parse_recipe(recipe),
@@ -400,7 +400,7 @@ class Identity:
 
     @classmethod
     def from_header(cls, model: Mapping[str, str], recipe: str, tenant: str) -> Self:
-        """Create an identity for ``tenant`` from the fields of a header. Raises InvalidParameter."""
+        """Create an identity for ``tenant`` from the fields of a header."""
         fields = (name for name in _FIELDS if name not in ("recipe", "tenant"))
         named: dict[str, Any] = {name: model.get(_HEADER_NAMES.get(name, name), "") for name in fields}
         return cls(recipe=Recipe.from_recorded(recipe).canonical, tenant=tenant, **named)

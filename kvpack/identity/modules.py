@@ -45,7 +45,7 @@ class ModelPart(NamedTuple):
     adapter: str = ""
 
 
-def model_parts_of(model: torch.nn.Module) -> list[ModelPart]:
+def list_model_parts(model: torch.nn.Module) -> list[ModelPart]:
     """Return every module of ``model`` once, parents first. Among an adapter's children, only the module that it replaces is listed.
 
     PyTorch's wrappers are not listed, and names do not contain them. Raises InvalidParameter if kvpack cannot determine an adapter's

@@ -15,7 +15,7 @@ _LIMIT_KEY = "same_up_to"
 
 
 def rope_text(config: Any) -> str:
-    """Return the rotary settings of a transformers configuration as a JSON map. Raises InvalidParameter."""
+    """Return the rotary settings of a transformers configuration as a JSON map."""
     settings = getattr(config, "rope_parameters", None) or {
         key: getattr(config, key) for key in ("rope_theta", "rope_scaling", "partial_rotary_factor") if hasattr(config, key)
     }

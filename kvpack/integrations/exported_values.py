@@ -8,7 +8,7 @@ import torch
 
 from kvpack.coding.encoding import RAW_DTYPES
 from kvpack.file.limits import MAX_TOKENS
-from kvpack.formats.errors import InvalidParameter, OutOfRange
+from kvpack.formats.errors import InvalidParameter, ValueTooLarge
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,7 +23,7 @@ def export_values(where: str, side: Side, dtype: str | None, library: str, recor
     """Return the values of ``side`` in their stored dtype or rounded to ``dtype``, ``[batch, kv_head, token, dim]`` on the CPU.
 
     ``recorded`` is the dtype of the cache's model. If it is bf16, fp16 or fp32, the error message suggests it. Raises InvalidParameter if
-    ``dtype`` is unknown, or missing although it is needed, and OutOfRange if rounding to ``dtype`` would make a value infinite.
+    ``dtype`` is unknown, or missing although it is needed, and ValueTooLarge if rounding to ``dtype`` would make a value infinite.
     """
     if dtype is not None and dtype not in RAW_DTYPES:
         raise InvalidParameter(f"dtype is {dtype!r}, expected one of {', '.join(RAW_DTYPES)}")
@@ -40,12 +40,12 @@ def export_values(where: str, side: Side, dtype: str | None, library: str, recor
     assert target is not None
     values = side.unpack(RAW_DTYPES[target])
     if target != exact and torch.isinf(values).any():
-        raise OutOfRange(f"{where}: a value is too large for {target}: use bf16 or fp32")
+        raise ValueTooLarge(f"{where}: a value is too large for {target}: use bf16 or fp32")
     return values.cpu()
 
 
 def parse_windows(windows: Mapping[int, int] | None, layers: int) -> dict[int, int]:
-    """Check ``windows`` and return it as a dict of sliding windows, in tokens, by layer number. Raises InvalidParameter."""
+    """Check ``windows`` and return it as a dict of sliding windows, in tokens, by layer number."""
     result = dict(windows or {})
     for number, window in result.items():
         if number not in range(layers) or not isinstance(window, int) or not 0 < window <= MAX_TOKENS:

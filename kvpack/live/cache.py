@@ -174,19 +174,21 @@ class LiveCache:
         return 0 if live is None else live.tokens
 
     def skipped_tokens(self, layer: int) -> int:
-        """Return the number of old tokens that a sliding window has dropped from ``layer``. Raises OutOfBounds."""
+        """Return the number of old tokens that a sliding window has dropped from ``layer``. Raises OutOfBounds if the cache has no such
+        layer.
+        """
         live = self._layer_or_none(layer)
         return 0 if live is None else live.skipped
 
     def batch(self, layer: int) -> int:
-        """Return the number of sequences in ``layer``, or 1 if it has no tokens. Raises OutOfBounds."""
+        """Return the number of sequences in ``layer``, or 1 if it has no tokens. Raises OutOfBounds if the cache has no such layer."""
         live = self._layer_or_none(layer)
         return 1 if live is None or not live.seen_tokens else live.batch
 
     def shapes(self, layer: int) -> dict[str, tuple[int, int, int]]:
         """Return (batch, heads, dim) of the keys and of the values of ``layer``, or an empty dict before its first tokens.
 
-        After ``reset``, a layer accepts a different batch size. Raises OutOfBounds.
+        After ``reset``, a layer accepts a different batch size. Raises OutOfBounds if the cache has no such layer.
         """
         live = self._layer_or_none(layer)
         return {} if live is None else {name: (side.batch, side.heads, side.dim) for name, side in live.sides.items()}
@@ -342,7 +344,7 @@ class LiveCache:
     def layer(self, layer: int, packed: bool = False) -> Layer:
         """Return all tokens of ``layer`` as an immutable layer that shares the packed bytes. For ``packed``, see ``freeze``.
 
-        Raises OutOfBounds.
+        Raises OutOfBounds if the cache has no such layer.
         """
         check_flag(packed, "packed")
         with self._lock:
@@ -354,7 +356,7 @@ class LiveCache:
     def unpack(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the dense keys and values of ``layer``, each ``[batch, kv_head, token, dim]`` of ``dtype``, or None if absent.
 
-        Raw tokens are returned exactly. Raises OutOfBounds.
+        Raw tokens are returned exactly. Raises OutOfBounds if the cache has no such layer.
         """
         check_floating(dtype)
         with self._lock:
@@ -397,7 +399,8 @@ class LiveCache:
         self._change_layers(lambda live: live.truncate(tokens), layer)
 
     def keep_past(self, layer: int) -> None:
-        """Make a sliding-window layer keep tokens outside its window until ``truncate`` is called, so that it can go further back."""
+        """Make a sliding-window layer keep tokens outside its window until ``truncate`` is called, which can then return to earlier tokens.
+        """
         live = self._layer_or_none(layer)
         self._kept.add(layer)
         if live is not None:
@@ -409,7 +412,9 @@ class LiveCache:
         self._shared.add(layer)
 
     def reset(self, layer: int | None = None) -> None:
-        """Drop all tokens of every layer, or of one layer. The next tokens may have a different batch size. Raises OutOfBounds."""
+        """Drop all tokens of every layer, or of one layer. The next tokens may have a different batch size. Raises OutOfBounds if the cache
+        has no such layer.
+        """
         self._change_layers(LiveLayer.reset, layer)
 
     def select(self, indices: Any, layer: int | None = None) -> None:
@@ -472,7 +477,10 @@ class LiveCache:
         result = torch.cat(list(flags.values())).tolist() if flags else []
         lost = [number for number, flag in zip(flags, result, strict=True) if flag]
         if lost:
-            raise InvalidParameter(f"layers[{lost[0]}]: a value added since the last roll is not finite: lossy codecs need finite values")
+            raise InvalidParameter(
+                f"layers[{lost[0]}]: a value added since the last roll is not finite: use a recipe with raw or lossless codecs, which "
+                "store any value"
+            )
 
     def _layer_or_none(self, layer: int) -> LiveLayer | None:
         """Return the layer at index ``layer``, or None before its first tokens. Raises OutOfBounds if the cache has no such layer."""

@@ -33,7 +33,7 @@ class OpenPage:
     filled: int = 0
 
     @staticmethod
-    def of(codec: Codec, batch: int, heads: int, capacity: int, device: torch.device) -> OpenPage:
+    def allocate(codec: Codec, batch: int, heads: int, capacity: int, device: torch.device) -> OpenPage:
         layout = codec.layout(batch, heads, capacity)
         streams = {name: torch.zeros(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device=device) for name, entry in layout.items()}
         return OpenPage(codec, capacity, streams)
@@ -54,7 +54,7 @@ class OpenPage:
 
 
 @lru_cache(maxsize=256)
-def _has_rows_of_tokens(codec: Codec) -> bool:
+def _has_token_rows(codec: Codec) -> bool:
     return all(entry.per == "token" for entry in codec.row_layouts.values())
 
 
@@ -91,7 +91,7 @@ class LiveSide:
                 self.tail[:, :, :raw_tokens] = side.tail[:, :, older:]
             self.unfinished = side.tail[:, :, :older].clone()
         # Streams with a row per entry or run have sizes that depend on the values. Such runs are joined instead of filled.
-        self._in_place = in_place and _has_rows_of_tokens(side.codec)
+        self._in_place = in_place and _has_token_rows(side.codec)
         self._open: list[OpenPage] = []
         self._joined: PackedRuns | None = None
         self._has_warned = False
@@ -157,8 +157,8 @@ class LiveSide:
         """Encode ``x``, ``[batch, kv_head, token, dim]``, the whole token groups after the packed tokens. Returns the streams.
 
         ``position`` is the position of the first token. ``norms``, if known, contains the norms of keys and of values, starting with this
-        token, ``[batch, kv_head, token]`` each. Raises InvalidParameter or OutOfRange, with ``where`` in the message. A warning about lost
-        precision is issued only once.
+        token, ``[batch, kv_head, token]`` each. Raises InvalidParameter or ValueTooLarge, with ``where`` in the message. A warning about
+        lost precision is issued only once.
         """
         runs, raw, chosen_by = self.runs, self.codec.raw_positions, None
         if raw is not None and "k" in norms:
@@ -189,7 +189,7 @@ class LiveSide:
                         self._runs = self._runs.append(PackedRun(self.codec, tokens, streams))
                         self.packed_tokens = before + tokens
                         return
-                    self._open.append(OpenPage.of(self.codec, self.batch, self.heads, self._capacity(), self.tail.device))
+                    self._open.append(OpenPage.allocate(self.codec, self.batch, self.heads, self._capacity(), self.tail.device))
                 page = self._open[-1]
                 count = min(tokens - start, page.capacity - page.filled)
                 page.write(streams, start, count)

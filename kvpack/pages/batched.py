@@ -56,7 +56,7 @@ def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], 
     """Encode pages and write the streams of ``lane`` into ``rows``, uint8 ``[page, byte]``.
 
     ``keys`` are the layers' keys. The counts of ``count_left_out`` are added to ``left_out``, int64 ``[2]``. Raises InvalidParameter or
-    OutOfRange if any page is invalid.
+    ValueTooLarge if any page is invalid.
     """
     for first, some in _slot_batches(lane, slots, torch.float32):
         x, key_norms, fit_errors = _gather_and_measure(lane, layers, keys, some, rows.device)
@@ -244,7 +244,7 @@ def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[
         raw = {name: streams.pop(name)[:, 0] for name in geometry.slots(lane.codec)}
         batch = len(chosen) * lane.count
         empty = torch.empty(batch, geometry.heads, 0, lane.codec.dim, dtype=geometry.computed_dtype, device=rows.device)
-        runs = PackedRuns.of([PackedRun(lane.plain_codec, geometry.tokens, streams)])
+        runs = PackedRuns.from_runs([PackedRun(lane.plain_codec, geometry.tokens, streams)])
         result = Side(lane.plain_codec, runs, empty, 0).unpack(geometry.computed_dtype)
         if raw:
             result = restore_slot_tokens(result, raw)
@@ -280,7 +280,7 @@ def _streams(lane: Lane, rows: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return views of the lane's streams in ``rows`` by name, each ``[page, layer, kv_head, ...]``."""
     result = {}
     for name, layout in lane.layouts.items():
-        begin, end = lane.places[name]
+        begin, end = lane.byte_ranges[name]
         dtype = TORCH_DTYPES[layout.dtype]
         first = rows[:, begin:end].view(dtype)
         sizes, strides = (len(rows), lane.count), (first.stride(0), lane.stride // dtype.itemsize)

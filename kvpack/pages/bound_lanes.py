@@ -24,7 +24,7 @@ from kvpack.coding.token_errors import (
     sample_stride,
     small_norm_heads,
 )
-from kvpack.formats.errors import OutOfRange
+from kvpack.formats.errors import ValueTooLarge
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw import Raw
@@ -101,7 +101,7 @@ class BoundLane:
         self._key_groups = [] if choosers is None else _layer_groups(keys)
 
     @classmethod
-    def of(cls, lane: Lane, pages: PageBuffer) -> Self:
+    def bind(cls, lane: Lane, pages: PageBuffer) -> Self:
         tensors, keys = (pages.sides[side][lane.first : lane.first + lane.count] for side in (lane.side, "k"))
         if not dispatch.uses_c(pages.device) or isinstance(lane.codec, Opaque | Raw) or lane.geometry.dtype not in RAW_DTYPES:
             return cls(lane, tensors, keys)
@@ -248,8 +248,8 @@ class BoundLane:
         x, none = self._tensors[layer_index][slot].to(lane.geometry.computed_dtype)[None], torch.zeros_like(tokens)
         try:
             values = gather_raw_values(x, tokens, none, raw.dtype, "choose a wider raw_dtype")
-        except OutOfRange as error:
-            raise OutOfRange(f"layers[{lane.first + layer_index}].{lane.side}: {error}") from None
+        except ValueTooLarge as error:
+            raise ValueTooLarge(f"layers[{lane.first + layer_index}].{lane.side}: {error}") from None
         streams[POSITIONS][0, 0, : len(tokens)] = encode_positions(tokens, none)
         streams[VALUES][0, 0, : len(tokens)] = values
 
@@ -287,7 +287,7 @@ class BoundLane:
         return sizes
 
     def decode(self, row: memoryview, slot: int, threads: int) -> None:
-        """Decode a checked row into the page in ``slot``. Raises MemoryError."""
+        """Decode a checked row into the page in ``slot``."""
         if self._decoders is not None:
             address = row_address(row)
             for group in self._layer_groups:
@@ -304,7 +304,7 @@ class BoundLane:
             else:
                 empty = torch.empty(1, lane.geometry.heads, 0, lane.codec.dim, dtype=lane.geometry.computed_dtype, device="cpu")
                 plain = {name: streams[name] for name in lane.plain_codec.row_layouts}
-                side = Side(lane.plain_codec, PackedRuns.of([PackedRun(lane.plain_codec, lane.geometry.tokens, plain)]), empty, 0)
+                side = Side(lane.plain_codec, PackedRuns.from_runs([PackedRun(lane.plain_codec, lane.geometry.tokens, plain)]), empty, 0)
                 result = side.unpack(lane.geometry.computed_dtype)[0]
             if target.dtype.itemsize == 1 and target.dtype != torch.uint8:
                 limit = torch.finfo(target.dtype).max
@@ -336,7 +336,7 @@ class BoundLane:
         """Return views of one layer's streams in a row, by name."""
         result = {}
         for name, layout in self._lane.layouts.items():
-            begin, end = (place + layer_index * self._lane.stride for place in self._lane.places[name])
+            begin, end = (place + layer_index * self._lane.stride for place in self._lane.byte_ranges[name])
             result[name] = _tensor(row[begin:end], layout)
         return result
 
@@ -387,7 +387,7 @@ def _c_functions(lane: Lane) -> tuple[Any, Any, Any]:
 
     geometry, codec = lane.geometry, lane.plain_codec
     dtype, heads, tokens = geometry.computed_dtype, geometry.heads, geometry.tokens
-    streams = pages.stream_locations(codec, heads, tokens, {name: begin for name, (begin, _) in lane.places.items()})
+    streams = pages.stream_locations(codec, heads, tokens, {name: begin for name, (begin, _) in lane.byte_ranges.items()})
     counts = {1, lane.count}
     arguments = {count: (codec, count, heads, tokens, dtype, streams, lane.stride) for count in counts}
     encoders = {n: pages.Encoder(*arguments[n]) for n in counts} if pages.supports_encoding(codec, dtype) else None

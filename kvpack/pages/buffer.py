@@ -34,7 +34,10 @@ class PageBuffer:
         self.geometry = geometry
         given = {"k": k} if v is None else {"k": k, "v": v}
         if set(given) != set(geometry.dims):
-            raise InvalidParameter(f"the geometry has {' and '.join(geometry.dims)}, but tensors for {' and '.join(given)} were passed")
+            raise InvalidParameter(
+                f"the geometry has {' and '.join(geometry.dims)}, but tensors for {' and '.join(given)} were passed: pass tensors for "
+                "exactly the geometry's sides"
+            )
         self.sides: dict[str, tuple[torch.Tensor, ...]] = {}
         for side, x in given.items():
             layers = list(x.unbind(1)) if isinstance(x, torch.Tensor) and x.dim() == 5 else x

@@ -106,42 +106,42 @@ class PageCodec:
         slots, digests = self.validate_arguments(pages, slots, keys)
         if (device := self._get_device_pages(pages)) is not None:
             self._check_rows(rows, len(slots), writable=True)
-            return device.encode(pages, slots, rows, digests) if slots else PageJob.of([])
-        return PageJob.of(self._host.encode(pages, slots, self._views(rows, len(slots), writable=True), digests))
+            return device.encode(pages, slots, rows, digests) if slots else PageJob.completed([])
+        return PageJob.completed(self._host.encode(pages, slots, self._views(rows, len(slots), writable=True), digests))
 
     def decode_into(
-        self, rows: Rows, pages: PageBuffer, slots: Sequence[int], *, keys: Sequence[bytes] | None = None, values: bool = False
+        self, rows: Rows, pages: PageBuffer, slots: Sequence[int], *, keys: Sequence[bytes] | None = None, check_values: bool = False
     ) -> list[Outcome]:
         """Decode ``rows`` into the pages in ``slots``. Returns a list with None for each decoded page, and an error for each other page.
 
         A page with an error is left unchanged. Before anything is written, each row's checksum, namespace, geometry and recipe are checked
-        and, if ``keys`` are passed, the digest of its key. With ``values=True``, for rows from untrusted sources, the codecs' rules are
-        checked too. Buffers in ``rows`` may be longer than a row. Raises InvalidParameter or OutOfBounds if an argument is invalid for all
-        pages.
+        and, if ``keys`` are passed, the digest of its key. With ``check_values=True``, for rows from untrusted sources, the codecs' rules
+        are checked too. Buffers in ``rows`` may be longer than a row. Raises InvalidParameter or OutOfBounds if an argument is invalid for
+        all pages.
         """
-        return self.start_decode(rows, pages, slots, keys=keys, values=values).outcomes()
+        return self.start_decode(rows, pages, slots, keys=keys, check_values=check_values).outcomes()
 
     def start_decode(
-        self, rows: Rows, pages: PageBuffer, slots: Sequence[int], *, keys: Sequence[bytes] | None = None, values: bool = False
+        self, rows: Rows, pages: PageBuffer, slots: Sequence[int], *, keys: Sequence[bytes] | None = None, check_values: bool = False
     ) -> PageJob:
         """Start ``decode_into`` without waiting for the device. In host memory, the job is complete on return."""
-        check_flag(values, "values")
+        check_flag(check_values, "check_values")
         slots, digests = self.validate_arguments(pages, slots, keys, written=True)
         if (device := self._get_device_pages(pages)) is not None:
             self._check_rows(rows, len(slots), writable=False)
-            return device.decode(rows, pages, slots, digests, values) if slots else PageJob.of([])
-        return PageJob.of(self._host.decode(self._views(rows, len(slots), writable=False), pages, slots, digests, values))
+            return device.decode(rows, pages, slots, digests, check_values) if slots else PageJob.completed([])
+        return PageJob.completed(self._host.decode(self._views(rows, len(slots), writable=False), pages, slots, digests, check_values))
 
-    def check(self, rows: Rows, *, keys: Sequence[bytes] | None = None, values: bool = False) -> list[Outcome]:
+    def check(self, rows: Rows, *, keys: Sequence[bytes] | None = None, check_values: bool = False) -> list[Outcome]:
         """Return a list with None for each valid row, and the error that ``decode_into`` would report for each other row.
 
-        The rows are in host memory. Raises InvalidParameter.
+        The rows are in host memory. Raises InvalidParameter if the codec is closed or an argument is invalid.
         """
-        check_flag(values, "values")
+        check_flag(check_values, "check_values")
         if not isinstance(rows, torch.Tensor) or not rows.dim():
             rows = as_list(rows, "rows", "rows, which are bytes")
         views = self._views(rows, len(rows), writable=False)
-        return self._host.check(views, _key_digests(keys, len(views), "rows"), values)
+        return self._host.check(views, _key_digests(keys, len(views), "rows"), check_values)
 
     def _get_device_pages(self, pages: PageBuffer) -> DevicePages | None:
         """Return the implementation for the device of ``pages``, or None for host memory, where ``HostPages`` is used."""
@@ -163,7 +163,10 @@ class PageCodec:
         if not isinstance(pages, PageBuffer):
             raise InvalidType(f"pages is a {type(pages).__name__}, expected a kvpack.pages.PageBuffer of an engine's memory")
         if pages.geometry != self.geometry:
-            raise InvalidParameter(f"pages has geometry {pages.geometry}, but the codec is for {self.geometry}")
+            raise InvalidParameter(
+                f"pages has geometry {pages.geometry}, but the codec is for {self.geometry}: use a PageCodec of the same "
+                "geometry"
+            )
         slots = pages.checked_slots(slots, written)
         return slots, _key_digests(keys, len(slots), "slots")
 
@@ -174,7 +177,7 @@ class PageCodec:
         elif rows.dim() != 2 or rows.dtype != torch.uint8 or rows.shape[0] != count:
             raise InvalidParameter(f"rows is {rows.dtype} {list(rows.shape)}, expected uint8 [{count}, byte]")
         elif writable and rows.shape[1] < self.nbytes:
-            raise Truncated(f"rows has room for {rows.shape[1]} bytes per page, but a page needs {self.nbytes}")
+            raise Truncated(f"rows has room for {rows.shape[1]} bytes per page, but a page needs {self.nbytes}: pass longer rows")
         elif writable and count > 1 and rows.stride(0) < self.nbytes:
             raise InvalidParameter(_overlap_message(rows.stride(0), self.nbytes))
 
@@ -197,7 +200,7 @@ class PageCodec:
             if writable and view.readonly:
                 raise InvalidParameter(f"row {number} is a read-only buffer: pass a writable one, because a page is written to it")
             if writable and len(view) < self.nbytes:
-                raise Truncated(f"row {number} has room for {len(view)} bytes, but a page needs {self.nbytes}")
+                raise Truncated(f"row {number} has room for {len(view)} bytes, but a page needs {self.nbytes}: pass a longer buffer")
         if writable and len(views) > 1:
             nearest = min(after - before for before, after in pairwise(sorted(map(row_address, views))))
             if nearest < self.nbytes:

@@ -51,7 +51,7 @@ class PageJob:
             self._event.record(torch.cuda.current_stream(status.device))
 
     @classmethod
-    def of(cls, outcomes: list[Outcome]) -> PageJob:
+    def completed(cls, outcomes: list[Outcome]) -> PageJob:
         return cls(torch.zeros(0, dtype=torch.int32, device="cpu"), lambda _: outcomes)
 
     @property
@@ -105,7 +105,7 @@ class DevicePages:
         with float32_no_grad(self._device):
             begun = self._begin_encoding(pages, slots, target, digests)
             if begun is None:
-                return PageJob.of(self._encode_on_host(pages, slots, rows, digests, range(len(slots))))
+                return PageJob.completed(self._encode_on_host(pages, slots, rows, digests, range(len(slots))))
             status, measured = begun
             if target is not rows and isinstance(rows, torch.Tensor):
                 with writable(rows):
@@ -134,24 +134,24 @@ class DevicePages:
         costly = self.left_out[1:].clamp_max(_MAX_COUNT).to(status.dtype)
         return PageJob(torch.cat([status, costly]), finish)
 
-    def decode(self, rows: Rows, pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool) -> PageJob:
+    def decode(self, rows: Rows, pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], check_values: bool) -> PageJob:
         """Start decoding ``rows``. Rows on the device are checked there.
 
-        With ``values``, the host checks all rows instead, including their codecs' rules.
+        With ``check_values``, the host checks all rows instead, including their codecs' rules.
         """
         errors: list[Outcome] = []
         with float32_no_grad(self._device):
-            if not values and self._is_usable(rows):
+            if not check_values and self._is_usable(rows):
                 assert isinstance(rows, torch.Tensor)
                 on_device, status = rows, self._check(rows, digests)
             else:
                 sources = _row_views(rows)
-                errors = self._host.check(sources, digests, values)
+                errors = self._host.check(sources, digests, check_values)
                 good = [bytes(self._nbytes) if error else row[: self._nbytes] for row, error in zip(sources, errors, strict=True)]
                 on_device = torch.stack([_uint8_tensor(row) for row in good]).to(self._device)
                 status = torch.tensor([error is not None for error in errors], dtype=torch.int32, device=self._device)
             if not self._begin_decoding(on_device, pages, slots, status):
-                return PageJob.of(self._decode_on_host(rows, pages, slots, digests, values))
+                return PageJob.completed(self._decode_on_host(rows, pages, slots, digests, check_values))
 
         def finish(statuses: list[int]) -> list[Outcome]:
             if errors:
@@ -267,7 +267,7 @@ class DevicePages:
             PageSide(
                 lane.codec,
                 pages.sides[lane.side][lane.first : lane.first + lane.count],
-                {name: begin for name, (begin, _) in lane.places.items()},
+                {name: begin for name, (begin, _) in lane.byte_ranges.items()},
                 lane.stride,
             )
             for lane in self._plan.lanes
@@ -299,11 +299,11 @@ class DevicePages:
         return outcomes
 
     def _decode_on_host(
-        self, rows: Rows, pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool
+        self, rows: Rows, pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], check_values: bool
     ) -> list[Outcome]:
         count = len(slots)
         staged = [[torch.empty(count, *x.shape[1:], dtype=x.dtype, device=CPU) for x in pages.sides[side]] for side in pages.sides]
-        outcomes = self._host.decode(_row_views(rows), PageBuffer(pages.geometry, *staged), range(count), digests, values)
+        outcomes = self._host.decode(_row_views(rows), PageBuffer(pages.geometry, *staged), range(count), digests, check_values)
         with torch.inference_mode():
             for part, layers in zip(staged, pages.sides.values(), strict=True):
                 for source, target in zip(part, layers, strict=True):

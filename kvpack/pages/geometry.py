@@ -8,7 +8,7 @@ from typing import Self
 import torch
 
 from kvpack.coding.recipes import Recipe, parse_recipe
-from kvpack.file.header import Contents, LayerEntry, SideEntry, features_of
+from kvpack.file.header import Contents, LayerEntry, SideEntry, list_features
 from kvpack.file.limits import MAX_HEADS, MAX_LAYERS, MAX_TOKENS
 from kvpack.formats.arguments import as_integer, describe
 from kvpack.formats.base import Codec
@@ -41,7 +41,8 @@ class PageGeometry:
 
     ``dim_v`` is None for a page without values, such as MLA latents that are stored with one codec. Latents of 512 channels with 64 RoPE
     channels have two sides, ``dim_k=512, dim_v=64``. A recipe such as "k=group:b=4;v=raw" then stores the RoPE channels exactly. ``dtype``
-    is ``bf16``, ``fp16``, ``fp32``, ``fp8_e4m3``, ``fp8_e5m2`` or ``u8``. Raises InvalidParameter.
+    is ``bf16``, ``fp16``, ``fp32``, ``fp8_e4m3``, ``fp8_e5m2`` or ``u8``. Raises InvalidParameter if a number or the dtype is not
+    supported.
     """
 
     layers: int
@@ -53,7 +54,7 @@ class PageGeometry:
 
     @classmethod
     def of_bytes(cls, count: int, layers: int = 1) -> Self:
-        """Return the geometry of opaque pages of ``count`` bytes per layer. Raises InvalidParameter."""
+        """Return the geometry of opaque pages of ``count`` bytes per layer. Raises InvalidParameter if ``count`` is out of range."""
         if not 1 <= as_integer(count, "count") <= MAX_BYTES:
             raise InvalidParameter(f"count is {describe(count)}, expected the number of bytes per layer, from 1 to {MAX_BYTES}")
         dim = max((size for size in range(1, 1025) if count % size == 0), default=1)
@@ -89,8 +90,8 @@ class PageGeometry:
     def codec(self, recipe: Recipe, layer: int, side: str) -> Codec:
         """Return the codec for the keys ("k") or values ("v") of a layer.
 
-        Raises MissingBasis. Raises InvalidParameter if sizes depend on the values, if opaque bytes would not be stored raw, or if the basis
-        has a different number of heads.
+        Raises MissingBasis if the recipe lacks its basis. Raises InvalidParameter if sizes depend on the values, if opaque bytes would not
+        be stored raw, or if the basis has a different number of heads.
         """
         dim, where = self.dims[side], f"layers[{layer}].{side}"
         codec = recipe.codec(layer, self.layers, side, dim, ENCODING_DTYPES.get(self.dtype, "bf16" if self.dtype == "u8" else self.dtype))
@@ -141,4 +142,4 @@ class PageGeometry:
                 sides[side] = SideEntry(number, 1, self.heads, (self.tokens,), 0, tail_dtype, 0, tuple(slots.items()))
             layers.append(LayerEntry(sides["k"], sides.get("v")))
         ignorable = {FEATURE: self.dtype.encode()}
-        return Contents(codecs=tuple(codecs), layers=tuple(layers), recipe=recipe.text, required=features_of(codecs), ignorable=ignorable)
+        return Contents(codecs=tuple(codecs), layers=tuple(layers), recipe=recipe.text, required=list_features(codecs), ignorable=ignorable)

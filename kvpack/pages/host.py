@@ -20,7 +20,7 @@ from kvpack.runtime.modes import float32_no_grad
 from kvpack.runtime.threads import WorkerThreads
 
 from .bound_lanes import BoundLane
-from .lanes import Lane, check_values
+from .lanes import Lane, check_row_values
 
 if TYPE_CHECKING:
     from kvpack.file.header import Contents
@@ -79,13 +79,13 @@ class RowPlan(NamedTuple):
     namespace: bytes
     lanes: Sequence[Lane]
 
-    def row_error(self, row: memoryview, digest: bytes | None, values: bool, where: str) -> Outcome:
-        """Return the error of an invalid row, or None if it is valid. With ``values``, the rules of its codecs are checked too."""
+    def row_error(self, row: memoryview, digest: bytes | None, check_values: bool, where: str) -> Outcome:
+        """Return the error of an invalid row, or None if it is valid. With ``check_values``, the rules of its codecs are checked too."""
         try:
             frame = check_row(row, where)
             check_row_matches(row[: frame.length], frame, self.layout, self.namespace, digest, where)
-            if values:
-                check_values(row[: frame.length], self.contents, self.layout, where)
+            if check_values:
+                check_row_values(row[: frame.length], self.contents, self.layout, where)
         except KvpackError as error:
             return error
         return None
@@ -114,7 +114,7 @@ class HostPages:
         Errors contain the slot numbers in ``names``, if set, instead of ``slots``.
         """
         plan = self._plan
-        lanes = [BoundLane.of(lane, pages) for lane in plan.lanes]
+        lanes = [BoundLane.bind(lane, pages) for lane in plan.lanes]
 
         def encode(page_index: int, threads: int) -> Outcome:
             row = targets[page_index][: plan.layout.nbytes]
@@ -136,23 +136,25 @@ class HostPages:
         self._left_out.warn(self._left_out.costly)
         return outcomes
 
-    def check(self, sources: Sequence[memoryview], digests: Sequence[bytes | None], values: bool) -> list[Outcome]:
+    def check(self, sources: Sequence[memoryview], digests: Sequence[bytes | None], check_values: bool) -> list[Outcome]:
         """Return a list with None for each valid row, and an error for each invalid row."""
-        return self._run_all(lambda index, _: self._plan.row_error(sources[index], digests[index], values, f"row {index}"), len(sources))
+        return self._run_all(
+            lambda index, _: self._plan.row_error(sources[index], digests[index], check_values, f"row {index}"), len(sources)
+        )
 
     def decode(
-        self, sources: Sequence[memoryview], pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool
+        self, sources: Sequence[memoryview], pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], check_values: bool
     ) -> list[Outcome]:
         """Check each row, and decode valid rows into their slots.
 
         Returns a list with None for each decoded row, and an error for each other row.
         """
         plan = self._plan
-        lanes = [BoundLane.of(lane, pages) for lane in plan.lanes]
+        lanes = [BoundLane.bind(lane, pages) for lane in plan.lanes]
 
         def decode(page_index: int, threads: int) -> Outcome:
             row = sources[page_index]
-            error = plan.row_error(row, digests[page_index], values, f"row {page_index}")
+            error = plan.row_error(row, digests[page_index], check_values, f"row {page_index}")
             if error is None:
                 for lane in lanes:
                     lane.decode(row[: plan.layout.nbytes], slots[page_index], threads)

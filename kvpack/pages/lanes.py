@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Lane:
     """The keys ("k") or values ("v") of ``count`` consecutive layers with the same codec, starting at layer ``first``.
 
-    ``places`` contains the byte range in a row of each stream of the first layer.
+    ``byte_ranges`` contains the byte range in a row of each stream of the first layer.
     """
 
     geometry: PageGeometry
@@ -37,7 +37,7 @@ class Lane:
     side: str
     first: int
     count: int
-    places: Mapping[str, tuple[int, int]]
+    byte_ranges: Mapping[str, tuple[int, int]]
     stride: int
     """Distance, in bytes, between the streams of consecutive layers in a row."""
 
@@ -101,7 +101,7 @@ class Lane:
 
     def stream_bytes(self, row: memoryview, name: str) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
         """Return a view of one stream in ``row``, uint8 ``[layer, byte]``."""
-        begin, end = self.places[name]
+        begin, end = self.byte_ranges[name]
         return numpy.ndarray((self.count, end - begin), numpy.uint8, row, begin, (self.stride, 1))
 
 def build_lanes(contents: Contents, layout: RowLayout, geometry: PageGeometry) -> list[Lane]:
@@ -119,7 +119,7 @@ def build_lanes(contents: Contents, layout: RowLayout, geometry: PageGeometry) -
     return lanes
 
 
-def check_values(row: memoryview, contents: Contents, layout: RowLayout, where: str) -> None:
+def check_row_values(row: memoryview, contents: Contents, layout: RowLayout, where: str) -> None:
     """Raise InvalidPayload unless the streams of a row follow the rules of their codecs."""
     for number, layer in enumerate(contents.layers):
         for name, side in layer.sides():

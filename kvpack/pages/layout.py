@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 class PageLayout:
     """The arrangement of a page of ``elements`` values in memory.
 
-    ``places`` contains the position of each value, int64 ``[layer, head, token, channel]``, for keys and for values.
+    ``positions`` contains the position of each value, int64 ``[layer, head, token, channel]``, for keys and for values.
     """
 
     geometry: PageGeometry
     elements: int
-    places: dict[str, torch.Tensor]
+    positions: dict[str, torch.Tensor]
 
     @classmethod
     def detect(cls, geometry: PageGeometry, write: Writer, page: torch.Tensor) -> Self:
@@ -96,7 +96,7 @@ class PageLayout:
     @property
     def digest(self) -> str:
         """Digest of the positions of all values. It identifies the layout. Pass it as ``layout`` to ``Identity.of_engine``."""
-        data = b"".join(f"{side} {list(place.shape)}".encode() + place.numpy().tobytes() for side, place in self.places.items())
+        data = b"".join(f"{side} {list(place.shape)}".encode() + place.numpy().tobytes() for side, place in self.positions.items())
         return hashlib.sha256(data).hexdigest()
 
     @cached_property
@@ -106,7 +106,7 @@ class PageLayout:
         None if strides cannot describe the layout.
         """
         result = {}
-        for side, place in self.places.items():
+        for side, place in self.positions.items():
             first = int(place[0, 0, 0, 0])
             steps = []
             expected = torch.tensor(first, dtype=torch.int64, device="cpu")
@@ -133,7 +133,7 @@ class PageLayout:
             )
         views = {}
         for side, (first, steps) in self.offsets_and_strides.items():
-            shape = (pool.shape[0], *self.places[side].shape)
+            shape = (pool.shape[0], *self.positions[side].shape)
             strides = (pool.stride(0), *(step * pool.stride(1) for step in steps))
             views[side] = pool.as_strided(shape, strides, pool.storage_offset() + first * pool.stride(1))
         return PageBuffer(self.geometry, views["k"], views.get("v"))
@@ -143,7 +143,7 @@ class PageLayout:
         slots = as_integer(slots, "slots")
         if not 0 <= slots * self.geometry.raw_bytes <= MAX_BYTES:
             raise InvalidType(f"slots is {describe(slots)}, expected a number of pages that fits in memory")
-        sides = [torch.empty(slots, *place.shape, dtype=self.geometry.torch_dtype, device="cpu") for place in self.places.values()]
+        sides = [torch.empty(slots, *place.shape, dtype=self.geometry.torch_dtype, device="cpu") for place in self.positions.values()]
         return PageBuffer(self.geometry, *sides)
 
     def gather(self, pool: torch.Tensor, slots: Sequence[int], staging: PageBuffer) -> None:
@@ -152,7 +152,7 @@ class PageLayout:
         Raises InvalidParameter or OutOfBounds if ``slots`` or ``staging`` does not match the pool.
         """
         for number, slot in enumerate(self._check_arguments(pool, slots, staging)):
-            for side, place in self.places.items():
+            for side, place in self.positions.items():
                 values = as_integers(pool[slot])[place]
                 for layer, target in enumerate(staging.sides[side]):
                     as_integers(target)[number].copy_(values[layer])
@@ -165,7 +165,7 @@ class PageLayout:
         chosen = self._check_arguments(pool, slots, staging, written=True)
         with torch.inference_mode():
             for number, slot in enumerate(chosen):
-                for side, place in self.places.items():
+                for side, place in self.positions.items():
                     values = torch.stack([as_integers(source)[number] for source in staging.sides[side]])
                     as_integers(pool)[slot].index_put_((place,), values)
 

@@ -76,7 +76,7 @@ class ColdRead:
     def wait(self, end: int) -> int:
         """Wait for the bytes before ``end``. Returns the end of the bytes that have arrived.
 
-        It is less than ``end`` if the file is shorter. Raises OSError.
+        It is less than ``end`` if the file is shorter.
         """
         while self._reached < end and not self._is_short:
             expected = min(self._reached + _PIECE_BYTES, self._size)

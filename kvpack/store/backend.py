@@ -115,7 +115,7 @@ class Backend(Protocol):
         """Return the entry of each of ``keys``, or None if it is missing. The keys need not form a chain.
 
         For each key, only tiers slower than the one in ``after_tiers`` are searched. A server sends at most ``max_bytes`` + 1 bytes of an
-        entry, which is enough for the size check to reject a larger one.
+        entry, so that the size check rejects a larger one.
         """
 
     def find(self, keys: Sequence[bytes], *, after_tier: int = -1) -> list[FoundEntry]:
@@ -142,8 +142,8 @@ class Backend(Protocol):
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
         """Store the last entry of ``chain``, whose bytes are in ``pieces``, unless it exists. Returns True if a readable entry exists now.
 
-        ``now_ns`` is the time of use. An existing entry is replaced only if it is junk (``entry_kind.Kind.JUNK``), because other stores may
-        be able to read any other entry.
+        ``now_ns`` is the time of use. An existing entry is replaced only if it is junk (``entry_kind.EntryKind.JUNK``), because other
+        stores may be able to read any other entry.
         """
 
     def put_all(self, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:

@@ -33,7 +33,10 @@ def check_cache(cache: Any, identity: Identity) -> None:
     if not isinstance(cache, Cache):
         raise InvalidParameter(f"a {type(cache).__name__} is not a packed cache: create one with kvpack.pack")
     if cache.start:
-        raise InvalidParameter(f"the cache starts at position {cache.start}, but a prefix must start at 0")
+        raise InvalidParameter(
+            f"the cache starts at position {cache.start}, but a prefix must start at 0: save a cache from its first token "
+            "on"
+        )
     if canonical_recorded_text(cache.recipe) != identity.recipe:
         raise InvalidParameter(f"the cache's recipe is {cache.recipe!r}, but the store's is {identity.recipe!r}: convert the cache")
     digest_kind = weights_kind(cache.model.get("weights", ""))
@@ -64,7 +67,7 @@ def check_cache(cache: Any, identity: Identity) -> None:
         if layer.sides and layer.seen_tokens != cache.tokens:
             raise InvalidParameter(
                 f"layers[{index}] ends at token {layer.seen_tokens}, but the cache ends at {cache.tokens}: "
-                "a prefix needs all tokens in every layer"
+                "pass a cache with all tokens in every layer"
             )
 
 
@@ -111,7 +114,8 @@ def check_length(cache: Cache, longest: int | None) -> None:
         held = f"holds {cache.tokens} tokens" if cache.tokens > longest else f"was sliced from {cache.computed} tokens without inputs="
         raise InvalidParameter(
             f"the cache {held}: the model's rotary embedding uses different frequencies for sequences of more than "
-            f"{longest} tokens, so keys depend on the length of the whole sequence and cannot be stored by token ids"
+            f"{longest} tokens, so keys depend on the length of the whole sequence and cannot be stored by token ids: save caches of at "
+            f"most {longest} tokens"
         )
 
 

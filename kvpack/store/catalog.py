@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvpack.file.row import FRAME_BYTES, KEY_AT, frame_of, is_row_start, namespace_of
+from kvpack.file.row import FRAME_BYTES, KEY_AT, is_row_start, read_frame, row_namespace
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, MissingFile, Undecryptable
 
 from .backend import MAX_ENTRY_BYTES, Backend, Data, StoredEntry, batches
@@ -200,7 +200,7 @@ def read_catalog(
                     continue
                 header = file.header
                 if is_states(file):
-                    named_states = StatesFields.of(file)
+                    named_states = StatesFields.from_file(file)
                     _check_key(file.where, named_states.key, stored)
                     states[named_states.chunk_key] = StatesEntry(stored, named_states.chunk_key, header.recipe, header.start)
                     continue
@@ -283,7 +283,7 @@ def verify(
                 if file.header.is_basis:
                     check_basis(stored.key, data, cipher)
                 elif is_states(file):
-                    _check_key(file.where, StatesFields.of(file).key, stored)
+                    _check_key(file.where, StatesFields.from_file(file).key, stored)
                 else:
                     fields = check_entry(file, None, None, None, max_entry_bytes)
                     key = chunk_key(fields.parent, fields.ids, fields.inputs)
@@ -311,7 +311,7 @@ def row_keys(
     for stored, front in read_fronts(backend, list(backend.list()), max_entry_bytes):
         with suppress(_EntryGone, KvpackError, MemoryError):
             data = _decrypt(stored, front, cipher, max_entry_bytes)
-            if namespace_of(bytes(memoryview(data)[:KEY_AT])) == namespace:
+            if row_namespace(bytes(memoryview(data)[:KEY_AT])) == namespace:
                 yield stored.key
 
 
@@ -321,7 +321,7 @@ def row_descriptions(backend: Backend, namespace: bytes, cipher: Cipher | None =
     for stored, front in read_fronts(backend, list(backend.list()), MAX_ENTRY_BYTES):
         with suppress(_EntryGone, KvpackError, MemoryError):
             row, where = memoryview(_decrypt(stored, front, cipher, MAX_ENTRY_BYTES)), f"entry {stored.key.hex()}"
-            if is_row_start(bytes(row[:FRONT_BYTES])) and (frame := frame_of(row, where)).namespace == namespace:
+            if is_row_start(bytes(row[:FRONT_BYTES])) and (frame := read_frame(row, where)).namespace == namespace:
                 result.add(bytes(row[FRAME_BYTES : FRAME_BYTES + frame.description_bytes]))
     return result
 

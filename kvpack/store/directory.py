@@ -26,7 +26,7 @@ from .catalog import corrected_times, read_catalog
 from .counters import Counters
 from .disk_usage import DiskUsage, UsageCount
 from .entry_descriptions import Descriptions, entry_text
-from .entry_kind import FRONT_BYTES, UNENCRYPTED, EntryFormat, Kind, check_size
+from .entry_kind import FRONT_BYTES, UNENCRYPTED, EntryFormat, EntryKind, check_size
 from .entry_probe import probe_kind
 from .eviction import FUTURE_NS, Evictor, NoRoom, Reservation
 from .expiry import Expiry, file_times, has_expired
@@ -101,7 +101,7 @@ class Directory(SingleTierBackend):
             except OSError as error:
                 self._counters.fault("match", error)
                 return index
-            if kind is not Kind.READABLE or expired:
+            if kind is not EntryKind.READABLE or expired:
                 return index
         return len(keys)
 
@@ -161,9 +161,9 @@ class Directory(SingleTierBackend):
                     "or share this one with trusted_group="
                 )
             kind = self._kind(key)
-            if kind is Kind.READABLE and self._renew(path, used):
+            if kind is EntryKind.READABLE and self._renew(path, used):
                 return True
-            if kind is Kind.FOREIGN:
+            if kind is EntryKind.FOREIGN:
                 raise NoRoom
             self._folder.make_folders()
             self._remove_junk(path)
@@ -332,14 +332,14 @@ class Directory(SingleTierBackend):
                 os.utime(self._folder.path(key), ns=(used, used), follow_symlinks=False)
 
     def _is_expired(self, key: bytes, status: os.stat_result) -> bool:
-        """Return True if an entry has expired and is not pinned. Raises OSError."""
+        """Return True if an entry has expired and is not pinned."""
         if not has_expired(status):
             return False
         pinned = self._pins.keys()
         return key not in pinned
 
     def _renew(self, path: str, used_ns: int) -> bool:
-        """Renew an expired entry that still exists. Returns False if it has been removed. Raises OSError."""
+        """Renew an expired entry that still exists. Returns False if it has been removed."""
         try:
             if has_expired(os.stat(path, follow_symlinks=False)):
                 os.utime(path, ns=file_times(used_ns, self._ttl), follow_symlinks=False)
@@ -367,18 +367,18 @@ class Directory(SingleTierBackend):
                 return memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY))
             return map_file(descriptor, size) if may_map() else read_whole(descriptor, size)
 
-    def _kind(self, key: bytes) -> Kind | None:
-        """Return the kind of the file at an entry's path, or None if there is no file. Raises OSError."""
+    def _kind(self, key: bytes) -> EntryKind | None:
+        """Return the kind of the file at an entry's path, or None if there is no file."""
         try:
             data = self._read(key, lazy=True)
         except FileNotFoundError:
             return None
         except (Untrusted, NotAnEntry, LimitExceeded):
-            return Kind.JUNK
+            return EntryKind.JUNK
         return probe_kind(key, data, self._form)
 
     def _remove_junk(self, path: str) -> None:
-        """Remove a file at an entry's path that is not an entry. A folder is moved aside instead. Raises OSError."""
+        """Remove a file at an entry's path that is not an entry. A folder is moved aside instead."""
         try:
             status = os.stat(path, follow_symlinks=False)
         except FileNotFoundError:

@@ -128,7 +128,7 @@ class DiskUsage:
         return previous is None or previous.node not in (0, self._node())
 
     def _node(self) -> int:
-        """Return the folder's inode, or 0 on a network file system, where machines may see different inodes. Raises OSError."""
+        """Return the folder's inode, or 0 on a network file system, where machines may see different inodes."""
         folder = os.path.dirname(self._path)
         if self._local is None:
             self._local = is_on_one_host(folder)

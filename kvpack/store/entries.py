@@ -175,7 +175,7 @@ class EntryReader:
             held = ["[{}:{}]".format(*cache.positions(index)) for index in range(len(cache))]
             raise InvalidHeader(f"{where}: its layers have the positions {held}, expected [{start}:{start + self.chunk}] in each")
         if not self.check_values and len(self._templates) < _MAX_TEMPLATES:
-            template = EntryTemplate.of(file, FEATURE, cache)
+            template = EntryTemplate.from_file(file, FEATURE, cache)
             if template is not None:
                 self._templates[len(view), _start_bytes(start)] = template
         return cache

@@ -25,7 +25,7 @@ FRONT_BYTES = 512
 _ENCRYPTED = re.compile(rb"kvpack-encrypted ([1-9][0-9]{0,8})\n")
 
 
-class Kind(enum.Enum):
+class EntryKind(enum.Enum):
     """The kind of an entry, according to its size and first bytes."""
 
     READABLE = enum.auto()
@@ -46,23 +46,23 @@ class EntryFormat:
     max_bytes: int = MAX_ENTRY_BYTES
     key_ids: frozenset[bytes] | None = None
 
-    def kind(self, first_bytes: bytes | memoryview, size: int) -> Kind:
+    def kind(self, first_bytes: bytes | memoryview, size: int) -> EntryKind:
         """Return the kind of an entry of ``size`` bytes.
 
         ``first_bytes`` contains at least ``FRONT_BYTES`` bytes, or the whole entry if it is smaller.
         """
         front = bytes(first_bytes[:FRONT_BYTES])
         if size > self.max_bytes:
-            return Kind.JUNK
+            return EntryKind.JUNK
         version = encrypted_version(front)
         if version is None:
-            return Kind.READABLE if self.key_ids is None and (is_file_start(front) or is_row_start(front)) else Kind.JUNK
+            return EntryKind.READABLE if self.key_ids is None and (is_file_start(front) or is_row_start(front)) else EntryKind.JUNK
         if version > VERSION:
-            return Kind.FOREIGN
+            return EntryKind.FOREIGN
         name = key_id(front)
         if name is None or size < encrypted_bytes(name, 0):
-            return Kind.JUNK
-        return Kind.READABLE if self.key_ids is not None and name in self.key_ids else Kind.FOREIGN
+            return EntryKind.JUNK
+        return EntryKind.READABLE if self.key_ids is not None and name in self.key_ids else EntryKind.FOREIGN
 
 
 UNENCRYPTED = EntryFormat()

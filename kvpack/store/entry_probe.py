@@ -11,7 +11,7 @@ from kvpack.formats.errors import InvalidHeader, KvpackError, Undecryptable
 from .backend import Data
 from .encryption import Cipher, decrypt_entry
 from .entries import check_entry, open_entry
-from .entry_kind import FRONT_BYTES, EntryFormat, Kind, means_damage
+from .entry_kind import FRONT_BYTES, EntryFormat, EntryKind, means_damage
 from .keys import check_basis, check_page
 from .state_entries import StatesFields, is_states
 
@@ -32,17 +32,17 @@ def check_front(key: bytes, data: Data, cipher: Cipher | None, extra_check: Call
             check_basis(key, decrypted, cipher)
             return
         has_states = is_states(file)
-        named_key = StatesFields.of(file).key if has_states else check_entry(file, None, None, None).key
+        named_key = StatesFields.from_file(file).key if has_states else check_entry(file, None, None, None).key
         if named_key != key:
             raise InvalidHeader(f"{file.where}: its header names the key {named_key.hex()}, expected {key.hex()}")
         if extra_check is not None and not has_states:
             extra_check(file)
 
 
-def probe_kind(key: bytes, data: Data, entry_format: EntryFormat) -> Kind:
+def probe_kind(key: bytes, data: Data, entry_format: EntryFormat) -> EntryKind:
     """Return the kind of ``data``, the complete entry ``key``, in a store that uses ``entry_format``."""
     kind = entry_format.kind(memoryview(data)[:FRONT_BYTES], len(data))
-    if kind is not Kind.READABLE:
+    if kind is not EntryKind.READABLE:
         return kind
     try:
         check_front(key, data, None)
@@ -50,7 +50,7 @@ def probe_kind(key: bytes, data: Data, entry_format: EntryFormat) -> Kind:
         # The entry is complete, and encrypted like the store's entries.
         return kind
     except KvpackError as error:
-        return Kind.JUNK if means_damage(error) else Kind.FOREIGN
+        return EntryKind.JUNK if means_damage(error) else EntryKind.FOREIGN
     return kind
 
 

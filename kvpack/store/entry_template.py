@@ -45,7 +45,7 @@ class SideTemplate:
         """Return the keys or values of a matching entry. ``arrays`` views the entry's bytes as one tensor per dtype."""
         streams = {name: torch.as_strided(arrays[dtype], shape, strides, first) for name, dtype, shape, strides, first in self.streams}
         run = PackedRun(self.template.codec, self.entry.runs[0], streams)
-        return Side(self.template.codec, PackedRuns.of([run]), self.template.tail, self.template.window)
+        return Side(self.template.codec, PackedRuns.from_runs([run]), self.template.tail, self.template.window)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class EntryTemplate:
     plans: tuple[tuple[SideTemplate | None, SideTemplate | None], ...]
 
     @classmethod
-    def of(cls, file: File, feature: str, cache: Cache) -> Self | None:
+    def from_file(cls, file: File, feature: str, cache: Cache) -> Self | None:
         """Build a template from a chunk's file and its cache.
 
         Returns None unless each side is one packed run without a raw tail, and no tensor is compressed.
@@ -72,7 +72,7 @@ class EntryTemplate:
             if any(len(entry.runs) != 1 or entry.tail or not dict(entry.entries).keys() <= _RAW_STREAMS for entry in sides.values()):
                 return None
             plans.append(tuple(_side_template(file, index, name, sides[name], cache) if name in sides else None for name in ("k", "v")))
-        return cls(HeaderTemplate.of(file, feature), header.recipe, MappingProxyType(dict(header.model)), tuple(plans))  # type: ignore[arg-type]
+        return cls(HeaderTemplate.from_file(file, feature), header.recipe, MappingProxyType(dict(header.model)), tuple(plans))  # type: ignore[arg-type]
 
     def feature(self, data: memoryview, start: int) -> bytes | None:
         """Return the feature of ``data`` if it matches this template and begins at position ``start``, or None otherwise."""

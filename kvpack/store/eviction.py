@@ -89,7 +89,7 @@ class Reservation:
         self._counted = self._evictor.reserve(cost, self._protected, lambda: os.ftruncate(descriptor, self._size))
 
     def release(self) -> None:
-        """Release the reserved bytes. The unfinished file must have been removed already. Raises OSError."""
+        """Release the reserved bytes. The unfinished file must have been removed already."""
         self._evictor.usage.release(self._cost, self._counted)
 
 
@@ -141,8 +141,8 @@ class Evictor:
     def _keep_room(self, size: int, protected: set[bytes], count: UsageCount) -> None:
         """Evict entries before the budget is used up, so that other processes need not wait for room.
 
-        Does nothing if another process is evicting. Does nothing without an index either, because such a round is too expensive to start
-        early. ``count`` includes the ``size`` bytes just reserved.
+        Does nothing if another process is evicting, or without an index, because a round is then too expensive to start early. ``count``
+        includes the ``size`` bytes just reserved.
         """
         if self._max_bytes is None:
             return
@@ -159,9 +159,9 @@ class Evictor:
                 self._futile_until = time.monotonic() + _FUTILE_SECONDS
 
     def _exceeds_larger_budget(self, size: int) -> bool:
-        """Return True if this store must not evict entries, because another store has a larger budget.
+        """Return True if ``size`` more bytes would exceed this store's budget, but another store has a larger budget.
 
-        This is the case only if ``size`` more bytes would exceed this store's budget.
+        This store must then not evict entries.
         """
         count = self.usage.read() if self._max_bytes is not None else None
         return count is not None and count.effective_budget(self._max_bytes or 0) > (self._max_bytes or 0) < count.total + size
@@ -272,7 +272,7 @@ class Evictor:
         used = sum(pending) + overhead + totals.cost
         if usage_before.total - used > max(budget or 0, used) // _LOST_FRACTION:
             return None
-        old_overhead = self._index.exchange_note("overhead", overhead)
+        old_overhead = self._index.exchange_number("overhead", overhead)
         growth = max(0, overhead - (old_overhead or overhead))
         if growth:
             self.usage.release(-growth, usage_before)
@@ -385,7 +385,7 @@ def least_recently_used(index: Index, folder: Folder, latest_ns: int) -> Generat
             yield heapq.heappop(heap)[3]
     finally:
         if uses:
-            index.note_uses(uses)
+            index.update_last_uses(uses)
 
 
 def _rows_by_last_use(index: Index, latest_ns: int) -> Iterator[IndexRow]:

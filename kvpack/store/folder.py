@@ -145,7 +145,7 @@ class Folder:
         return self.entries(ENTRY_FOLDERS[first_byte])
 
     def keys_starting_with(self, first_byte: int) -> list[bytes]:
-        """Return the keys of all entries whose key begins with this byte. Raises OSError."""
+        """Return the keys of all entries whose key begins with this byte."""
         try:
             with os.scandir(self.entry_folders[first_byte]) as listing:
                 names = [entry.name for entry in listing if entry.is_file(follow_symlinks=False)]

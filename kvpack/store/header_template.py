@@ -41,7 +41,7 @@ class HeaderTemplate:
     payload: int
 
     @classmethod
-    def of(cls, file: File, feature: str) -> Self:
+    def from_file(cls, file: File, feature: str) -> Self:
         """Build a template from ``file``, an open file that has been checked and contains the feature ``feature``."""
         header = file.header
         packed = pack_header(header)
@@ -92,7 +92,8 @@ class HeaderTemplates(Generic[Info]):
         """
         if self._count < _MAX_TEMPLATES and file.header.start < _MAX_START:
             self._count += 1
-            self._templates.setdefault(_template_key(file.size, file.front.text), []).append((HeaderTemplate.of(file, feature), info))
+            template = HeaderTemplate.from_file(file, feature)
+            self._templates.setdefault(_template_key(file.size, file.front.text), []).append((template, info))
 
     def match(self, data: memoryview) -> tuple[Info, int, bytes] | None:
         """Return the information of the template that matches ``data``, with the position of the first token and the feature in ``data``.

@@ -185,8 +185,8 @@ class Index:
             with self._transaction() as connection:
                 if connection is None:
                     return
-                folder = tables.read_note(connection, "next") % 256
-                tables.set_note(connection, "next", folder + 1)
+                folder = tables.read_number(connection, "next") % 256
+                tables.set_number(connection, "next", folder + 1)
             state, names = self._folder_state(folder), {tables.row_id(key) for key in self._folder.keys_starting_with(folder)}
             query = "SELECT id FROM entries WHERE id BETWEEN ? AND ?"
             rows = {number for (number,) in connection.execute(query, tables.row_id_range(folder))}
@@ -214,21 +214,21 @@ class Index:
                 return connection.execute(query, (*previous, until, count)).fetchall()
         return []
 
-    def note_uses(self, uses: Sequence[tuple[int, int]]) -> None:
+    def update_last_uses(self, uses: Sequence[tuple[int, int]]) -> None:
         """Update the last uses of rows, passed as (time in nanoseconds, row number) pairs."""
         with self._guard(), self._transaction() as connection:
             if connection is not None:
                 connection.executemany("UPDATE entries SET used = ? WHERE id = ?", uses)
 
-    def exchange_note(self, name: str, value: int) -> int | None:
+    def exchange_number(self, name: str, value: int) -> int | None:
         """Store the number ``value`` under ``name``, and return the previous number (0 if there was none).
 
         Returns None if there is no index.
         """
         with self._guard(), self._transaction() as connection:
             if connection is not None:
-                old = tables.read_note(connection, name)
-                tables.set_note(connection, name, value)
+                old = tables.read_number(connection, name)
+                tables.set_number(connection, name, value)
                 return old
         return None
 
@@ -312,7 +312,7 @@ class Index:
         connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
         connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
         version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version == tables.VERSION and tables.read_note(connection, "run") != _boot_id_number():
+        if version == tables.VERSION and tables.read_number(connection, "run") != _boot_id_number():
             self._delete_files()
             return None
         if version not in (tables.VERSION, 0 if new else tables.VERSION):

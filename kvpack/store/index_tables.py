@@ -42,7 +42,7 @@ def create(connection: sqlite3.Connection, run: int) -> None:
     for statement in filter(str.strip, _SCHEMA.split(";")):
         connection.execute(statement)
     connection.executemany("INSERT INTO folders VALUES (?, 0, 0, 0, 0, 0)", ((folder,) for folder in range(256)))
-    set_note(connection, "run", run)
+    set_number(connection, "run", run)
     connection.execute(f"PRAGMA user_version = {VERSION}")
 
 
@@ -100,13 +100,13 @@ def _add_to_totals(connection: sqlite3.Connection, folder: int, *changes: int) -
     connection.execute(statement, (*changes, folder))
 
 
-def read_note(connection: sqlite3.Connection, name: str) -> int:
+def read_number(connection: sqlite3.Connection, name: str) -> int:
     """Return the number stored under ``name``, or 0 if there is none."""
     row = connection.execute("SELECT value FROM notes WHERE name = ?", (name,)).fetchone()
     return 0 if row is None else int(row[0])
 
 
-def set_note(connection: sqlite3.Connection, name: str, value: int) -> None:
+def set_number(connection: sqlite3.Connection, name: str, value: int) -> None:
     connection.execute("REPLACE INTO notes VALUES (?, ?)", (name, value))
 
 

@@ -24,7 +24,7 @@ from kvpack.runtime.threads import Lock, in_parallel
 from .backend import Data, FoundEntry, Lease, NoLease, Pin, PinTerms, SingleTierBackend, StoredEntry
 from .breaker import CircuitBreaker, RequestGuard
 from .counters import Counters
-from .entry_kind import UNENCRYPTED, EntryFormat, Kind
+from .entry_kind import UNENCRYPTED, EntryFormat, EntryKind
 from .expiry import limit_ttl, pass_seconds
 from .keys import KEY_BYTES
 from .last_used import INTERVAL_SECONDS, LastUse, UseLog, eviction_order, merge_records, parse_last_uses, record_name
@@ -95,12 +95,12 @@ class ObjectStore(SingleTierBackend):
     def count_present(self, keys: Sequence[bytes]) -> int:
         keys = self._leading_unexpired(keys)
         with contextlib.closing(in_parallel(lambda key: self._kind(_object_name(key)), keys, MAX_CONCURRENT_REQUESTS)) as kinds:
-            return next((index for index, kind in enumerate(kinds) if kind is not Kind.READABLE), len(keys))
+            return next((index for index, kind in enumerate(kinds) if kind is not EntryKind.READABLE), len(keys))
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         expired = self._expired_keys()
         kinds = in_parallel(lambda key: None if key in expired else self._kind(_object_name(key)), keys, MAX_CONCURRENT_REQUESTS)
-        return [kind is Kind.READABLE for kind in kinds]
+        return [kind is EntryKind.READABLE for kind in kinds]
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
         result: list[Data] = []
@@ -153,10 +153,10 @@ class ObjectStore(SingleTierBackend):
         """Put an entry whose bytes are already reserved. Returns True if a readable entry exists now."""
         name, data = _object_name(key), b"".join(pieces)
         new: bool | None = self._guard.request("put", lambda: self._objects.put_new(name, data), None)
-        kind = Kind.READABLE
+        kind = EntryKind.READABLE
         if new is False:
-            kind = self._kind(name) or Kind.FOREIGN
-            if kind is Kind.JUNK:
+            kind = self._kind(name) or EntryKind.FOREIGN
+            if kind is EntryKind.JUNK:
                 # No store can read this object, whichever program put it there.
                 new = self._guard.request("put", lambda: self._objects.put(name, data), None)
         if new:
@@ -166,7 +166,7 @@ class ObjectStore(SingleTierBackend):
             self._release(len(data))
         if new is None:
             return False
-        if kind is Kind.FOREIGN:
+        if kind is EntryKind.FOREIGN:
             self._counters.add("refused_chunks")
             return False
         return True
@@ -263,7 +263,7 @@ class ObjectStore(SingleTierBackend):
     def close(self) -> None:
         self._record_uses()
 
-    def _kind(self, name: str) -> Kind | None:
+    def _kind(self, name: str) -> EntryKind | None:
         """Return the kind of the object ``name``, or None if it is missing or the request failed."""
         kind = self._guard.request("match", lambda: self._objects.read_prefix(name), None)
         return None if kind is None else self._form.kind(*kind)

@@ -135,7 +135,7 @@ class PageStore:
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Return a bool for each of ``keys``: True if it has an entry. No entry is read, and the keys need not form a chain.
 
-        Raises InvalidParameter.
+        Raises InvalidParameter if the store is closed.
         """
         return self._backend.contains_many(self._entry_keys(keys))
 
@@ -231,13 +231,13 @@ class PageStore:
         return loaded
 
     def touch(self, keys: Sequence[bytes], *, ancestors: Sequence[bytes] = ()) -> None:
-        """Record a use of the pages ``keys``, which continue the pages ``ancestors``. Raises InvalidParameter."""
+        """Record a use of the pages ``keys``, which continue the pages ``ancestors``. Raises InvalidParameter if the store is closed."""
         names = self._entry_keys([*_as_key_list(ancestors, "ancestors"), *_as_key_list(keys)])
         if names:
             self._backend.touch(names, time.time_ns())
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Remove the entries of ``keys``. Returns how many were removed. Raises InvalidParameter."""
+        """Remove the entries of ``keys``. Returns how many were removed. Raises InvalidParameter if the store is closed."""
         return self._delete(self._entry_keys(keys))
 
     def clear(self) -> int:
@@ -259,12 +259,16 @@ class PageStore:
         return removed
 
     def submit_put(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()) -> Job:
-        """Start ``put`` in one of the store's threads. The slots must not change until the job is done. Raises InvalidParameter."""
+        """Start ``put`` in one of the store's threads. The slots must not change until the job is done. Raises InvalidParameter if the
+        store is closed.
+        """
         ancestor_keys = tuple(_as_key_list(ancestors, "ancestors"))
         return self._submit("put", keys, slots, lambda keys, slots: self.put(keys, pages, slots, ancestors=ancestor_keys))
 
     def submit_get(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int]) -> Job:
-        """Start ``get_into`` in a thread that runs only loads, so that puts do not delay it. Raises InvalidParameter."""
+        """Start ``get_into`` in a thread that runs only loads, so that puts do not delay it. Raises InvalidParameter if the store is
+        closed.
+        """
         return self._submit("get", keys, slots, lambda keys, slots: self.get_into(keys, pages, slots))
 
     def finished(self) -> list[Job]:
@@ -337,7 +341,7 @@ class PageStore:
                 self._open(index, names, entry, rows)
             for pages, group in _group_by_memory([*rows], buffer_slots):
                 slots, chosen_keys = [buffer_slots[index].slot for index in group], [keys[index] for index in group]
-                outcomes = self.codec.decode_into([rows[n] for n in group], pages, slots, keys=chosen_keys, values=self._check_values)
+                outcomes = self.codec.decode_into([rows[n] for n in group], pages, slots, keys=chosen_keys, check_values=self._check_values)
                 for index, refused in zip(group, outcomes, strict=True):
                     if refused is None:
                         loaded[index] = True

@@ -34,7 +34,7 @@ _DIGEST_BYTES = 8
 
 
 def make_pin_terms(owner: Any, seconds: Any) -> PinTerms:
-    """Return the terms of a pin that lasts ``seconds`` seconds. If ``owner`` is None, this process owns it. Raises InvalidParameter."""
+    """Return the terms of a pin that lasts ``seconds`` seconds. If ``owner`` is None, this process owns it."""
     check_count("seconds", seconds, 1)
     name = validate_owner(owner)
     if name is None:
@@ -62,7 +62,7 @@ def encode_pin(chain: Sequence[bytes], terms: PinTerms) -> bytes:
 
 
 def parse_pin(name: str, data: bytes) -> Pin:
-    """Parse a pin, which may have ended. ``name`` identifies it in error messages. Raises InvalidHeader."""
+    """Parse a pin, which may have ended. ``name`` identifies it in error messages."""
     if len(data) < _HEAD.size or not data.startswith(_MAGIC):
         raise InvalidHeader(f"the pin {name!r:.100} begins with {data[:8]!r}, expected {_MAGIC!r} followed by the pin's end")
     _, until, length = _HEAD.unpack(data[: _HEAD.size])

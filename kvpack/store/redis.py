@@ -30,7 +30,7 @@ from kvpack.formats.lazy import numpy
 
 from .backend import BATCH_BYTES, BATCH_ENTRIES, MAX_ENTRY_BYTES, FoundEntry, NoLease, SingleTierBackend, StoredEntry, batches
 from .entry_descriptions import Descriptions, entry_text, kind_text
-from .entry_kind import FRONT_BYTES, UNENCRYPTED, EntryFormat, Kind, check_size
+from .entry_kind import FRONT_BYTES, UNENCRYPTED, EntryFormat, EntryKind, check_size
 from .expiry import limit_ttl
 from .pins import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
 from .redis_client import FRONTS_BYTES, Client
@@ -114,7 +114,7 @@ class Redis(SingleTierBackend):
         return next((index for index, is_present in enumerate(self.contains_many(keys)) if not is_present), len(keys))
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
-        return [self._form.kind(front, size) is Kind.READABLE for size, front in self._sizes_and_fronts(keys)]
+        return [self._form.kind(front, size) is EntryKind.READABLE for size, front in self._sizes_and_fronts(keys)]
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
         # Sizes and first bytes are fetched first, so that values that are too large, or are not entries, are not fetched.
@@ -122,7 +122,7 @@ class Redis(SingleTierBackend):
         for key, (size, front) in zip(keys, self._sizes_and_fronts(keys), strict=True):
             if not self._is_fetchable(key, size):
                 break
-            junk = self._form.kind(front, size) is Kind.JUNK
+            junk = self._form.kind(front, size) is EntryKind.JUNK
             sizes.append(min(size, FRONT_BYTES) if junk else size)
             if junk:
                 break
@@ -324,10 +324,10 @@ class Redis(SingleTierBackend):
         if not isinstance(result, tuple):
             return {_REFUSED: False, _STORED: True}.get(result)
         kind = self._form.kind(*result)
-        if kind is Kind.JUNK and position not in replaced:
+        if kind is EntryKind.JUNK and position not in replaced:
             replaced.add(position)
             return None
-        return kind is Kind.READABLE
+        return kind is EntryKind.READABLE
 
     def _group_for_script(self, positions: Sequence[int], entries: Mapping[int, _NewEntry], replaced: set[int]) -> Sequence[Sequence[int]]:
         """Group the positions of entries. One script call puts each group. Calls must be short, because they block all other clients."""

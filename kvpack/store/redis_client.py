@@ -301,7 +301,7 @@ class _Exchange:
         self._socket.settimeout(self._seconds)
 
     def sendall(self, data: Any, *flags: Any) -> None:
-        """Send ``data`` as ``socket.sendall`` does, but with one time limit for the whole request. Raises TimeoutError."""
+        """Send ``data`` as ``socket.sendall`` does, but with one time limit for the whole request."""
         view = memoryview(data).cast("B")
         while len(view):
             self._apply_deadline(f"a request, of which {self._sent} bytes were sent,")

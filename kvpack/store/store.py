@@ -144,7 +144,8 @@ class Store:
         self._backend.close()
 
     def keys(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> list[bytes]:
-        """Return the keys of a prefix's whole chunks, first chunk first (spec/store.md). Raises InvalidParameter.
+        """Return the keys of a prefix's whole chunks, first chunk first (spec/store.md). Raises InvalidParameter for invalid ids or
+        ``inputs``.
 
         ``inputs`` contains one digest (at most 64 bytes) per chunk. It covers everything else that the chunk depends on, such as images or
         embeddings, and is b"" if the ids determine the chunk. The digest is part of the chunk's key, and so affects all later keys. All
@@ -156,7 +157,7 @@ class Store:
         """Return the length in tokens of the longest stored prefix, a multiple of ``chunk``, without loading it.
 
         For a model that keeps states, only prefixes with stored states count. As in all methods, ``token_ids`` is a list or an integer
-        array ``[token]`` or ``[1, token]``. Raises InvalidParameter.
+        array ``[token]`` or ``[1, token]``. Raises InvalidParameter for invalid ids or ``inputs``.
         """
         ids = token_bytes(token_ids)
         keys = chunk_keys(self._root, ids, self.chunk, inputs)
@@ -174,7 +175,8 @@ class Store:
 
         Every digest is checked. The cache's pages are views of mapped files, or copies on ``device``. Pass all ids except the last, because
         a model needs a token to continue from. For a layer with a sliding window (``Identity.windows``), only the chunks within the window
-        are loaded. For layers that keep states, the states after the prefix's last token are loaded. Raises InvalidParameter.
+        are loaded. For layers that keep states, the states after the prefix's last token are loaded. Raises InvalidParameter for invalid
+        ids or ``inputs``.
         """
         ids = token_bytes(token_ids)
         digests = check_inputs(inputs, ids, self.chunk)
@@ -345,7 +347,8 @@ class Store:
         """Protect the longest stored prefix from eviction by any process. Returns its length in tokens.
 
         The pin lasts until ``unpin`` or ``delete``, but at most ``seconds`` seconds (by default, a day). It belongs to ``owner`` (by
-        default, this host and process), and replaces the owner's earlier pin of the prefix. Raises InvalidParameter.
+        default, this host and process), and replaces the owner's earlier pin of the prefix. Raises InvalidParameter for an invalid
+        argument.
         """
         terms = make_pin_terms(owner, seconds)
         keys = self.keys(token_ids, inputs=inputs)
@@ -354,7 +357,9 @@ class Store:
         return len(usable) * self.chunk if usable and self._backend.pin([*before, *self._with_states(usable)], terms) else 0
 
     def unpin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None, owner: str | None = None) -> bool:
-        """Remove the pin that ``owner`` (None for all owners) has set on a prefix. Returns True if it was pinned. Raises InvalidParameter.
+        """Remove the pin that ``owner`` (None for all owners) has set on a prefix. Returns True if it was pinned.
+
+        Raises InvalidParameter for an invalid argument.
         """
         keys, owner = self.keys(token_ids, inputs=inputs), validate_owner(owner)
         pinned = {pin.key for pin in self._backend.pins() if owner in (None, pin.owner)}

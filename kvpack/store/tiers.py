@@ -279,7 +279,7 @@ FLUSH_SECONDS = 30.0
 
 
 class WriteBack:
-    """A queue. Its thread calls ``write(chain, entry, now_ns)`` in the order of ``add``. Safe to use from any thread.
+    """A queue of entries to write. A thread calls ``write(chain, entry, now_ns)`` in the order of ``add``. Safe to use from any thread.
 
     After a fork, the child's queue is empty, and the parent still writes its entries.
     """

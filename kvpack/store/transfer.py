@@ -75,7 +75,8 @@ def export_prefix(
 
     if not prefix.is_complete:
         raise InvalidParameter(
-            f"the prefix of {prefix.key.hex()} begins at token {prefix.entries[0].start}: earlier entries no longer exist"
+            f"the prefix of {prefix.key.hex()} begins at token {prefix.entries[0].start}: earlier entries no longer exist, so export "
+            "another prefix"
         )
     chunks = []
     for entry, data in zip(prefix.entries, backend.peek_many([entry.stored.key for entry in prefix.entries]), strict=True):
@@ -164,10 +165,7 @@ def chunk_at(location: Any, exported: ExportedPrefix, options: StoreOptions) -> 
 
 
 def _chunks(data: bytes, where: str) -> tuple[int, list[bytes], bytes]:
-    """Parse the feature ``TOKEN_CHUNKS_FEATURE``. Returns tokens per chunk, the digest of each chunk, and all token ids.
-
-    Raises InvalidHeader.
-    """
+    """Parse the feature ``TOKEN_CHUNKS_FEATURE``. Returns tokens per chunk, the digest of each chunk, and all token ids."""
     chunk = int.from_bytes(data[:_CHUNK_BYTES], "little")
     digests, ids, offset = [], [], _CHUNK_BYTES
     while offset < len(data):

@@ -92,7 +92,7 @@ class Trust:
     def may_write(self) -> bool:
         """True if this user may store entries.
 
-        Only the owner, root (which gives files to the owner), and members of the trusted group may do so.
+        Only the owner, members of the trusted group, and root may do so. Files that root writes are given to the owner.
         """
         return self._user in (self.owner, 0) or self._group_writes
 
@@ -125,7 +125,7 @@ class Trust:
         return os.open(path, flags)
 
     def check_folder(self, folder: str) -> None:
-        """Raise Untrusted if untrusted users may write to ``folder`` or to a folder between it and the root. Raises OSError."""
+        """Raise Untrusted if untrusted users may write to ``folder`` or to a folder between it and the root."""
         # A checked folder need not be checked again: only users who may write to its parent, which is checked too, can replace it.
         while folder != self._root and folder not in self._folders:
             status = os.stat(folder)
@@ -235,7 +235,7 @@ def _truncated_error(size: int, done: int) -> OSError:
 
 
 def read_beginning(descriptor: int, max_bytes: int) -> bytes:
-    """Return the first ``max_bytes`` bytes of an open file, or all bytes of a smaller file. Raises OSError."""
+    """Return the first ``max_bytes`` bytes of an open file, or all bytes of a smaller file."""
     data = b""
     while len(data) < max_bytes and (more := os.pread(descriptor, max_bytes - len(data), len(data))):
         data += more

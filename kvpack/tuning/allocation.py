@@ -10,16 +10,16 @@ from kvpack.coding.recipes import Recipe
 from kvpack.file.limits import MAX_STRING_BYTES
 from kvpack.formats.errors import InvalidParameter
 
-Place = tuple[int, str]
+TensorKey = tuple[int, str]
 """A layer number, with "k" for its keys or "v" for its values."""
 
-Allocation = dict[Place, str]
+Allocation = dict[TensorKey, str]
 """The codec of each tensor (the keys or values of one layer), as written in a recipe."""
 
 
-def uniform_allocation(places: Sequence[Place], k: str, v: str) -> Allocation:
+def uniform_allocation(tensor_keys: Sequence[TensorKey], k: str, v: str) -> Allocation:
     """Return the allocation that uses codec ``k`` for the keys and ``v`` for the values of all layers."""
-    return {(layer, side): k if side == "k" else v for layer, side in places}
+    return {(layer, side): k if side == "k" else v for layer, side in tensor_keys}
 
 
 def recipe_clauses(allocation: Allocation) -> list[str]:

@@ -57,8 +57,8 @@ def fit_rows(statistics: Statistics, step: Callable[[], None]) -> dict[tuple[int
         step()
     largest = max(deviations.max() for heads in fitted.values() for _, deviations, _ in heads)
     return {
-        place: torch.stack([torch.cat([rows, _tensor_row(deviations / largest), tables]) for rows, deviations, tables in heads])
-        for place, heads in fitted.items()
+        tensor_key: torch.stack([torch.cat([rows, _tensor_row(deviations / largest), tables]) for rows, deviations, tables in heads])
+        for tensor_key, heads in fitted.items()
     }
 
 

@@ -34,15 +34,15 @@ from kvpack.formats import rans
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.transform import SCOPES, default_chunk
 from kvpack.identity.rope import max_uniform_length
-from kvpack.integrations.transformers.models import Model, identity_for, identity_of
+from kvpack.integrations.transformers.models import Model, identity_for, model_identity
 from kvpack.models import load_model, model_folder, transformers_library
 from kvpack.output import step_counter
 
 from .basis_fit import fit_rows
 from .frames_fit import compare_halves, fit_balanced_keys, fit_frames
-from .place_losses import measure_place_losses
 from .rope import find_ropes, spread_keys, spread_moments, window_positions
 from .statistics import RAW_TOKENS, Framing, KeyMoments, QueryMoments, Statistics
+from .tensor_losses import measure_tensor_losses
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,7 +111,7 @@ def run(
 
     ``model`` is a folder, and ``text`` a file. Progress is saved to ``out`` + ".progress" after windows, so that an interrupted calibration
     can resume; that file is removed at the end. Raises InvalidParameter if a size is not supported or a layer of the model has no keys and
-    values, MissingFile, WriteFailed and OutOfRange.
+    values, MissingFile, WriteFailed and ValueTooLarge.
     """
     if not out.endswith(SUFFIX):
         raise InvalidParameter(f"{out}: the name of a basis must end in {SUFFIX}")
@@ -158,7 +158,7 @@ def run(
     data = basis_bytes(rows, layers, identity, dtype, frames, balanced)
     basis = Basis.from_bytes(data, where=out)
     if read_again:
-        losses = measure_place_losses(network, basis, read_again, step)
+        losses = measure_tensor_losses(network, basis, read_again, step)
         data = basis_bytes(rows, layers, identity | losses, dtype, frames, balanced)
         basis = Basis.from_bytes(data, where=out)
     write_file(out, [memoryview(data)])
@@ -213,7 +213,7 @@ def _position_counts(settings: Settings, longest: int | None, max_positions: int
 
 
 def _windows_for_widths(model: Any, text: Text, settings: Settings) -> list[torch.Tensor]:
-    """Return windows of the text for ``measure_place_losses``. Raises InvalidParameter if the text is too short."""
+    """Return windows of the text for ``measure_tensor_losses``. Raises InvalidParameter if the text is too short."""
     tokens = window_tokens(None, WIDTHS_TOKENS, text, position_limit(model))
     size = ids_per_window(tokens, text)
     check_size("--widths", settings.widths, 1, len(text.ids) // size, f"windows of {tokens} tokens in {text.name}")
@@ -352,7 +352,7 @@ def _calibration_id(model: Any, text: Text, sizes: dict[str, Any]) -> str:
 
 def folder_identity(folder: Path, dtype: str = "auto") -> dict[str, str]:
     """Return the identity of the model in ``folder`` when loaded in ``dtype``. "auto" selects the checkpoint's dtype."""
-    return identity_of(_load_weights(folder, dtype))
+    return model_identity(_load_weights(folder, dtype))
 
 
 def check_basis(basis: Basis, folder: Path) -> None:
@@ -373,7 +373,7 @@ def _identity_in_any_dtype(folder: Path, network: Any) -> dict[str, str]:
     for dtype in LOADED_DTYPES:
         if dtype == identity.get("dtype"):
             continue
-        result = identity_of(network) if network.dtype == getattr(torch, dtype) else folder_identity(folder, dtype)
+        result = model_identity(network) if network.dtype == getattr(torch, dtype) else folder_identity(folder, dtype)
         if "weights" in result:
             identity[weights_key(dtype)] = result["weights"]
     return identity

@@ -17,7 +17,7 @@ from kvpack.coding.token_errors import collect_poor_fits
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.formats.token_norms import norms_per_head
 
-from .allocation import Allocation, Place, recipe_text
+from .allocation import Allocation, TensorKey, recipe_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,12 +99,12 @@ class PackedCandidates:
     ``left_out`` contains the reasons why tensors cannot use some candidates.
     """
 
-    packed: dict[Place, dict[str, Side]]
-    left_out: dict[Place, dict[str, str]]
+    packed: dict[TensorKey, dict[str, Side]]
+    left_out: dict[TensorKey, dict[str, str]]
     length: FileLength
 
     @property
-    def places(self) -> list[Place]:
+    def tensor_keys(self) -> list[TensorKey]:
         return list(self.packed)
 
     def file_bytes(self, allocation: Allocation) -> int:
@@ -112,9 +112,9 @@ class PackedCandidates:
         layers = [Layer(*(self.packed[layer, side][allocation[layer, side]] for side in SIDES)) for layer in range(len(self.packed) // 2)]
         return self.length.file_bytes(Cache(tuple(layers), recipe_text(allocation)))
 
-    def stream_bytes(self, place: Place, codec: str) -> int:
-        """Return the size in bytes of the streams of the tensor at ``place`` when packed with ``codec``."""
-        return self.length.stream_bytes(self.packed[place][codec], place[0])
+    def stream_bytes(self, tensor_key: TensorKey, codec: str) -> int:
+        """Return the size in bytes of the streams of the tensor ``tensor_key`` when packed with ``codec``."""
+        return self.length.stream_bytes(self.packed[tensor_key][codec], tensor_key[0])
 
     def values(self) -> int:
         sides = {layer: next(iter(codecs.values())) for layer, codecs in self.packed.items()}
@@ -130,23 +130,23 @@ def pack_candidates(
 
     Raises MissingBasis, or InvalidParameter if a tensor cannot use any of the candidates.
     """
-    packed: dict[Place, dict[str, Side]] = {}
-    left_out: dict[Place, dict[str, str]] = {}
+    packed: dict[TensorKey, dict[str, Side]] = {}
+    left_out: dict[TensorKey, dict[str, str]] = {}
     for layer, pair in enumerate(exact.pairs):
         k_norms, v_norms = (norms_per_head(x.to(torch.bfloat16)) for x in pair)
         for side, x in zip(SIDES, pair, strict=True):
-            place = layer, side
-            packed[place], left_out[place] = {}, {}
+            tensor_key = layer, side
+            packed[tensor_key], left_out[tensor_key] = {}, {}
             for codec in candidates[side]:
                 try:
                     clause = _candidate_recipe(side, codec, basis)
-                    packed[place][codec] = _pack_tensor(
-                        x.to(torch.bfloat16), (k_norms, v_norms), exact.prefix, clause, place, len(exact.pairs)
+                    packed[tensor_key][codec] = _pack_tensor(
+                        x.to(torch.bfloat16), (k_norms, v_norms), exact.prefix, clause, tensor_key, len(exact.pairs)
                     )
                 except (InvalidParameter, OutOfBounds) as error:
-                    left_out[place][codec] = str(error).removeprefix(f"layers[{layer}].{side}: ")
-            if not packed[place]:
-                reason = next(iter(left_out[place].values()))
+                    left_out[tensor_key][codec] = str(error).removeprefix(f"layers[{layer}].{side}: ")
+            if not packed[tensor_key]:
+                reason = next(iter(left_out[tensor_key].values()))
                 raise InvalidParameter(f"no candidate can encode layers[{layer}].{side}: {reason}")
     return PackedCandidates(packed, left_out, length)
 
@@ -156,9 +156,9 @@ def _candidate_recipe(side: str, codec: str, basis: Basis | None) -> Recipe:
 
 
 def _pack_tensor(
-    x: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor], prefix: int, recipe: Recipe, place: Place, layers: int
+    x: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor], prefix: int, recipe: Recipe, tensor_key: TensorKey, layers: int
 ) -> Side:
-    number, side = place
+    number, side = tensor_key
     codec = recipe.codec(number, layers, side, x.shape[3])
     raw = codec.raw_positions
     chosen_by = None if raw is None else raw.selection_norms(*norms)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvpack.cache.cache import side_entry
 from kvpack.file import container
-from kvpack.file.header import Contents, LayerEntry, SideEntry, features_of, layout_bytes, side_tensors
+from kvpack.file.header import Contents, LayerEntry, SideEntry, layout_bytes, list_features, side_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,7 @@ class FileLength:
         for number, layer in enumerate(contents.layers):
             sides = {name: self._resize(side, contents.codecs[side.codec], number) for name, side in layer.sides()}
             layers.append(LayerEntry(sides.get("k"), sides.get("v")))
-        required = features_of(contents.codecs)
+        required = list_features(contents.codecs)
         return container.file_size(Contents(codecs=contents.codecs, layers=tuple(layers), recipe=cache.recipe, required=required))
 
     def stream_bytes(self, side: Side, layer: int) -> int:

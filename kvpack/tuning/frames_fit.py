@@ -73,16 +73,16 @@ def fit_frames(statistics: Statistics, framing: Framing, step: Callable[[], None
         fitted[int(layer), side] = frames
         step()
     unit = MAX_DEVIATION / max(deviations.max() for frames in fitted.values() for _, _, _, deviations in frames)
-    scales = {place: numpy.stack([_scales(deviations * unit) for *_, deviations in frames]) for place, frames in fitted.items()}
+    scales = {tensor_key: numpy.stack([_scales(deviations * unit) for *_, deviations in frames]) for tensor_key, frames in fitted.items()}
     tables = _train_tables(_to_columns(statistics, fitted, unit), scales)
     return {
-        place: Frames(
+        tensor_key: Frames(
             torch.from_numpy(numpy.stack([numpy.concatenate([mean[None], matrix / unit]) for mean, matrix, _, _ in frames])).float(),
-            scales[place],
+            scales[tensor_key],
             tables,
-            framing.ropes[place[0]] if place[1] == "k" else None,
+            framing.ropes[tensor_key[0]] if tensor_key[1] == "k" else None,
         )
-        for place, frames in fitted.items()
+        for tensor_key, frames in fitted.items()
     }
 
 
@@ -116,15 +116,15 @@ def _train_tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int,
     # The last entry counts levels that have no symbol.
     counts, seen, sums, squares = (numpy.zeros((_TABLES, levels + 1)) for _ in range(4))
     grid = numpy.arange(-MAX_LEVEL, MAX_LEVEL + 1)
-    for place, place_columns in columns.items():
+    for tensor_key, tensor_columns in columns.items():
         # A finer step takes more bits, so the first usual one is found by bisection.
-        first = bisect_left(_STEPS, _MIN_BITS, key=partial(_bits_at, place_columns))
+        first = bisect_left(_STEPS, _MIN_BITS, key=partial(_bits_at, tensor_columns))
         for step in _STEPS[first:]:
-            steps = _in_steps(place_columns, step)
+            steps = _in_steps(tensor_columns, step)
             coded = _round_to_levels(steps, 0.0)
             if _entropy(coded) > _MAX_BITS:
                 break
-            row = numpy.clip((step - scales[place]) // SCALES_PER_TABLE, 0, _TABLES - 1)[:, None, :] * (levels + 1)
+            row = numpy.clip((step - scales[tensor_key]) // SCALES_PER_TABLE, 0, _TABLES - 1)[:, None, :] * (levels + 1)
             for level, added in (
                 (coded, ((counts, None),)),
                 (_round_to_levels(steps, DEAD_ZONE), ((seen, None), (sums, steps), (squares, numpy.square(steps)))),

@@ -10,10 +10,10 @@ from kvpack.formats.errors import InvalidParameter
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from .allocation import Allocation, Place
+    from .allocation import Allocation, TensorKey
     from .candidates import PackedCandidates
 
-Losses = dict["Place", dict[str, float]]
+Losses = dict["TensorKey", dict[str, float]]
 """Loss of each tensor with each codec that it can use."""
 
 Point = tuple[int, float, str]
@@ -28,10 +28,10 @@ def allocate(priced: PackedCandidates, losses: Losses, budget: int) -> Allocatio
     fits. Raises InvalidParameter if the smallest file exceeds the budget.
     """
     hulls = {
-        place: convex_hull((priced.stream_bytes(place, codec), loss, codec) for codec, loss in place_losses.items())
-        for place, place_losses in losses.items()
+        tensor_key: convex_hull((priced.stream_bytes(tensor_key, codec), loss, codec) for codec, loss in tensor_losses.items())
+        for tensor_key, tensor_losses in losses.items()
     }
-    chosen = {place: points[0][2] for place, points in hulls.items()}
+    chosen = {tensor_key: points[0][2] for tensor_key, points in hulls.items()}
     smallest = priced.file_bytes(chosen)
     if smallest > budget:
         bits = 8 / priced.values()
@@ -39,17 +39,17 @@ def allocate(priced: PackedCandidates, losses: Losses, budget: int) -> Allocatio
             f"with these candidates, a file of {priced.length.tokens:,} tokens has at least {smallest:,} bytes "
             f"({smallest * bits:.3f} bits per value), but the budget is {budget:,} bytes ({budget * bits:.3f} bits per value): raise --bits"
         )
-    steps = [(_step_sort_key(points, 1), place, 1) for place, points in hulls.items() if len(points) > 1]
+    steps = [(_step_sort_key(points, 1), tensor_key, 1) for tensor_key, points in hulls.items() if len(points) > 1]
     heapq.heapify(steps)
     while steps:
-        _, place, number = heapq.heappop(steps)
-        points = hulls[place]
-        candidate = chosen | {place: points[number][2]}
+        _, tensor_key, number = heapq.heappop(steps)
+        points = hulls[tensor_key]
+        candidate = chosen | {tensor_key: points[number][2]}
         if priced.file_bytes(candidate) > budget:
             continue
         chosen = candidate
         if number + 1 < len(points):
-            heapq.heappush(steps, (_step_sort_key(points, number + 1), place, number + 1))
+            heapq.heappush(steps, (_step_sort_key(points, number + 1), tensor_key, number + 1))
     return _spend_remaining(priced, losses, budget, chosen)
 
 
@@ -57,13 +57,13 @@ def _spend_remaining(priced: PackedCandidates, losses: Losses, budget: int, allo
     while True:
         left = budget - priced.file_bytes(allocation)
         gains = sorted(
-            (loss - losses[place][allocation[place]], place, codec)
-            for place, codec_losses in losses.items()
+            (loss - losses[tensor_key][allocation[tensor_key]], tensor_key, codec)
+            for tensor_key, codec_losses in losses.items()
             for codec, loss in codec_losses.items()
-            if loss < losses[place][allocation[place]]
-            and priced.stream_bytes(place, codec) - priced.stream_bytes(place, allocation[place]) <= left
+            if loss < losses[tensor_key][allocation[tensor_key]]
+            and priced.stream_bytes(tensor_key, codec) - priced.stream_bytes(tensor_key, allocation[tensor_key]) <= left
         )
-        fitting = (allocation | {place: codec} for _, place, codec in gains)
+        fitting = (allocation | {tensor_key: codec} for _, tensor_key, codec in gains)
         better = next((candidate for candidate in fitting if priced.file_bytes(candidate) <= budget), None)
         if better is None:
             return allocation

@@ -47,14 +47,14 @@ class Journal:
     unwritten: int = 0
 
     def add(self, recipe: str, loss: Loss) -> None:
-        """Add the loss of a recipe, and write the file after every ``RECIPES_PER_WRITE`` recipes. Raises WriteFailed."""
+        """Add the loss of a recipe, and write the file after every ``RECIPES_PER_WRITE`` recipes."""
         self.losses[recipe] = loss
         self.unwritten += 1
         if self.unwritten >= RECIPES_PER_WRITE:
             self.write()
 
     def write(self) -> None:
-        """Write all losses to the file if there are new ones. Raises WriteFailed."""
+        """Write all losses to the file if there are new ones."""
         if self.path is None or not self.unwritten:
             return
         content = {

@@ -22,7 +22,7 @@ class Loss:
     """The loss of one recipe, with one number per window. ``bytes`` and ``values`` are totals over one file for each window.
 
     The KL divergence (nats per token) is the expected increase in log-perplexity on text sampled from the uncompressed model. It hardly
-    depends on the text, so a few windows suffice to compare codecs even if their perplexities in these windows do not differ significantly.
+    depends on the text, so a few windows suffice to compare codecs.
     """
 
     kl_divergences: list[float]

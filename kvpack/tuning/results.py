@@ -26,7 +26,7 @@ def results(
 
     ``held_out`` contains the losses in the held-out windows: of the uncompressed model, and of both recipes.
     """
-    layers = len(search.priced.places) // 2
+    layers = len(search.priced.tensor_keys) // 2
     exact, losses = held_out
     result, plain = (None if allocation is None else losses[recipe_text(allocation.allocation)] for allocation in (tuned, uniform))
     return {

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING
 
-from kvpack.formats.errors import InvalidParameter, OutOfRange
+from kvpack.formats.errors import InvalidParameter, ValueTooLarge
 
-from .allocation import Allocation, Place, recipe_text, uniform_allocation
+from .allocation import Allocation, TensorKey, recipe_text, uniform_allocation
 from .greedy import Losses, allocate, convex_hull
-from .place_losses import single_place_recipe
+from .tensor_losses import single_tensor_recipe
 
 if TYPE_CHECKING:
     from .candidates import PackedCandidates
@@ -100,8 +100,8 @@ def measure_sensitivities(search: Search) -> Losses:
         result[layer, side] = {}
         for codec in codecs:
             try:
-                loss = search.windows.loss(single_place_recipe(layer, side, codec))
-            except OutOfRange as error:
+                loss = search.windows.loss(single_tensor_recipe(layer, side, codec))
+            except ValueTooLarge as error:
                 search.priced.left_out[layer, side][codec] = str(error)
                 continue
             result[layer, side][codec] = loss.kl_divergence
@@ -113,7 +113,7 @@ def measure_sensitivities(search: Search) -> Losses:
 
 def _check_budget(search: Search) -> None:
     """Raise InvalidParameter if no allocation fits the budget, before anything is measured."""
-    allocate(search.priced, {place: dict.fromkeys(codecs, 0.0) for place, codecs in search.priced.packed.items()}, search.budget)
+    allocate(search.priced, {tensor_key: dict.fromkeys(codecs, 0.0) for tensor_key, codecs in search.priced.packed.items()}, search.budget)
 
 
 def measure_within_budget(search: Search, description: str, losses: Losses) -> Measurement:
@@ -130,13 +130,13 @@ def measure_within_budget(search: Search, description: str, losses: Losses) -> M
 
 def _promising_uniforms(search: Search) -> list[Allocation]:
     """Return the uniform allocations within the budget that have the smallest predicted losses, smallest first."""
-    places, known = search.priced.places, search.sensitivities
+    tensor_keys, known = search.priced.tensor_keys, search.sensitivities
     result = []
     for k, v in product(search.common_candidates("k"), search.common_candidates("v")):
-        allocation = uniform_allocation(places, k, v)
-        if search.fits(allocation) and all(codec in known[place] for place, codec in allocation.items()):
-            result.append((sum(known[place][codec] for place, codec in allocation.items()), k, v))
-    return [uniform_allocation(places, k, v) for _, k, v in sorted(result)[:MAX_UNIFORM_RECIPES]]
+        allocation = uniform_allocation(tensor_keys, k, v)
+        if search.fits(allocation) and all(codec in known[tensor_key] for tensor_key, codec in allocation.items()):
+            result.append((sum(known[tensor_key][codec] for tensor_key, codec in allocation.items()), k, v))
+    return [uniform_allocation(tensor_keys, k, v) for _, k, v in sorted(result)[:MAX_UNIFORM_RECIPES]]
 
 
 def _exchange(search: Search, tuned: Measurement) -> Measurement | None:
@@ -146,31 +146,36 @@ def _exchange(search: Search, tuned: Measurement) -> Measurement | None:
     changes are tried if many do not reduce the loss, starting with the largest gains.
     """
     losses: Losses = {}
-    for place, codec in tuned.allocation.items():
-        losses[place] = {codec: tuned.loss.kl_divergence}
-        for other in _neighbors(search, place, codec):
-            losses[place][other] = search.windows.loss(recipe_text(tuned.allocation | {place: other})).kl_divergence
+    for tensor_key, codec in tuned.allocation.items():
+        losses[tensor_key] = {codec: tuned.loss.kl_divergence}
+        for other in _neighbors(search, tensor_key, codec):
+            losses[tensor_key][other] = search.windows.loss(recipe_text(tuned.allocation | {tensor_key: other})).kl_divergence
     free = set(losses)
     while True:
-        kept = {place: place_losses if place in free else {tuned.allocation[place]: 0.0} for place, place_losses in losses.items()}
+        kept = {
+            tensor_key: tensor_losses if tensor_key in free else {tuned.allocation[tensor_key]: 0.0}
+            for tensor_key, tensor_losses in losses.items()
+        }
         result = measure_within_budget(search, "exchange", kept)
         if result.loss.kl_divergence < tuned.loss.kl_divergence:
             return result
-        grown_places = [place for place in free if _needs_more_bytes(search, place, tuned.allocation[place], result.allocation[place])]
-        grown_places.sort(key=lambda place: (losses[place][result.allocation[place]], place))
-        if len(grown_places) < 2:
+        codecs = {tensor_key: (tuned.allocation[tensor_key], result.allocation[tensor_key]) for tensor_key in free}
+        grown_tensors = [tensor_key for tensor_key in free if _needs_more_bytes(search, tensor_key, *codecs[tensor_key])]
+        grown_tensors.sort(key=lambda tensor_key: (losses[tensor_key][result.allocation[tensor_key]], tensor_key))
+        if len(grown_tensors) < 2:
             return None
-        free = {place for place in free if place not in grown_places} | set(grown_places[: len(grown_places) // 2])
+        free = {tensor_key for tensor_key in free if tensor_key not in grown_tensors} | set(grown_tensors[: len(grown_tensors) // 2])
 
 
-def _needs_more_bytes(search: Search, place: Place, old_codec: str, new_codec: str) -> bool:
-    return search.priced.stream_bytes(place, new_codec) > search.priced.stream_bytes(place, old_codec)
+def _needs_more_bytes(search: Search, tensor_key: TensorKey, old_codec: str, new_codec: str) -> bool:
+    return search.priced.stream_bytes(tensor_key, new_codec) > search.priced.stream_bytes(tensor_key, old_codec)
 
 
-def _neighbors(search: Search, place: Place, codec: str) -> list[str]:
-    """Return the next smaller and the next larger codec for the tensor at ``place`` on the convex hull of its candidates."""
-    size = search.priced.stream_bytes(place, codec)
-    points = convex_hull((search.priced.stream_bytes(place, other), loss, other) for other, loss in search.sensitivities[place].items())
+def _neighbors(search: Search, tensor_key: TensorKey, codec: str) -> list[str]:
+    """Return the next smaller and the next larger codec for the tensor ``tensor_key`` on the convex hull of its candidates."""
+    size = search.priced.stream_bytes(tensor_key, codec)
+    losses = search.sensitivities[tensor_key]
+    points = convex_hull((search.priced.stream_bytes(tensor_key, other), loss, other) for other, loss in losses.items())
     smaller = [other for bytes_, _, other in points if bytes_ < size][-1:]
     larger = [other for bytes_, _, other in points if bytes_ > size][:1]
     return smaller + larger

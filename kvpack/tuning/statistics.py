@@ -92,7 +92,7 @@ class KeyMoments:
     keys_before_rope: torch.Tensor
 
     @classmethod
-    def of(cls, k: torch.Tensor, queries: torch.Tensor, rows: int, rope: Rope | None) -> KeyMoments:
+    def from_keys(cls, k: torch.Tensor, queries: torch.Tensor, rows: int, rope: Rope | None) -> KeyMoments:
         """Compute the moments of keys ``[1, kv_head, token, dim]`` from position 0 on, without raw tokens.
 
         ``queries`` is the sum of outer products of ``rows`` queries.
@@ -133,7 +133,7 @@ class QueryMoments:
 
 @dataclass
 class Statistics:
-    """Sums over tokens, by layer and side ("3.k", or "3.k.frames" for frames). ``of`` is a digest of the model and the text.
+    """Sums over tokens, by layer and side ("3.k", or "3.k.frames" for frames). ``calibration_id`` is a digest of the model and the text.
 
     Windows may be on any device. All tensors here are on the CPU.
 
@@ -147,7 +147,7 @@ class Statistics:
         moments: ``KeyMoments`` by layer, half of the windows and name ("3.0.keys"). Even windows are one half, odd ones the other.
     """
 
-    of: str
+    calibration_id: str
     windows: int = 0
     counts: dict[str, torch.Tensor] = field(default_factory=dict)
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -194,7 +194,7 @@ class Statistics:
             return
         for number, part in enumerate(query_parts):
             assert part is not None
-            key_moments = KeyMoments.of(pairs[number][0], *part, None if ropes is None else ropes[number])
+            key_moments = KeyMoments.from_keys(pairs[number][0], *part, None if ropes is None else ropes[number])
             for name in MOMENTS:
                 _add_to_sum(self.moments, f"{number}.{window % 2}.{name}", getattr(key_moments, name))
 
@@ -234,21 +234,21 @@ class Statistics:
         tensors = {f"samples.{name}.{n}": tensor for name, parts in self.samples.items() for n, tensor in enumerate(parts)}
         for kind in _SUMS:
             tensors |= {f"{kind}.{name}": values.contiguous() for name, values in getattr(self, kind).items()}
-        metadata = {"format": _FORMAT, "of": self.of, "windows": str(self.windows)}
+        metadata = {"format": _FORMAT, "of": self.calibration_id, "windows": str(self.windows)}
         write_file(path, [memoryview(save(tensors, metadata))])
 
     @classmethod
-    def read(cls, path: str, of: str) -> Statistics:
+    def read(cls, path: str, calibration_id: str) -> Statistics:
         """Return the statistics in the file ``path``, or empty ones if it does not exist.
 
         Raises InvalidParameter if the file is of another kind or for another calibration.
         """
-        result = cls(of)
+        result = cls(calibration_id)
         if not os.path.lexists(path):
             return result
 
         def counted(_: list[str], metadata: dict[str, str]) -> int:
-            if metadata.get("format") != _FORMAT or metadata.get("of") != of:
+            if metadata.get("format") != _FORMAT or metadata.get("of") != calibration_id:
                 raise InvalidParameter(f"{path} belongs to a calibration with a different model, text, size or device: remove the file")
             try:
                 return int(metadata["windows"])

@@ -237,11 +237,11 @@ def _check_folder(path: str) -> None:
     """Raise WriteFailed if the file ``path`` cannot be written."""
     folder = os.path.dirname(path) or "."
     if not path or (os.path.exists(path) and not os.path.isfile(path)):
-        raise WriteFailed(f"cannot write {path!r}: it is not a regular file")
+        raise WriteFailed(f"cannot write {path!r}: it is not a regular file: pass the path of a regular or a new file")
     if not os.path.isdir(folder):
-        raise WriteFailed(f"cannot write {path}: {folder} is not a folder")
+        raise WriteFailed(f"cannot write {path}: {folder} is not a folder: pass a path in an existing folder")
     if not os.access(folder, os.W_OK):
-        raise WriteFailed(f"cannot write {path}: {folder} is not writable")
+        raise WriteFailed(f"cannot write {path}: {folder} is not writable: pass a path in a folder that is")
 
 
 def _choose_window_sizes(settings: Settings, text: Text, max_positions: int | None) -> _WindowSizes:

@@ -13,8 +13,8 @@ from kvpack.formats.errors import InvalidParameter
 
 from .allocation import uniform_allocation
 from .greedy import Losses, allocate
-from .place_losses import MEASURED_BITS, single_place_recipe
 from .search import Measurement, Search, measure_within_budget
+from .tensor_losses import MEASURED_BITS, single_tensor_recipe
 
 MAX_CHECKED_RECIPES = 2
 
@@ -29,16 +29,16 @@ def search_by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
 
     Raises InvalidParameter if even the smallest candidates exceed the budget.
     """
-    allocate(search.priced, {place: dict.fromkeys(codecs, 0.0) for place, codecs in search.priced.packed.items()}, search.budget)
+    allocate(search.priced, {tensor_key: dict.fromkeys(codecs, 0.0) for tensor_key, codecs in search.priced.packed.items()}, search.budget)
     measured = {}
     for (layer, side), codecs in search.priced.packed.items():
         codec = min(codecs, key=lambda codec: (abs(average_bits(codec, side) - MEASURED_BITS), codec))
-        loss = search.windows.loss(single_place_recipe(layer, side, codec)).kl_divergence
+        loss = search.windows.loss(single_tensor_recipe(layer, side, codec)).kl_divergence
         measured[layer, side] = codec, loss
         search.sensitivities[layer, side] = {codec: loss}
     tuned = measure_within_budget(search, "widths", _predict_losses(search, measured))
     pairs = zip(*(search.common_candidates(side) for side in "kv"), strict=False)
-    fitting = [result for k, v in pairs if search.fits(result := uniform_allocation(search.priced.places, k, v))]
+    fitting = [result for k, v in pairs if search.fits(result := uniform_allocation(search.priced.tensor_keys, k, v))]
     plain = search.measure("uniform", fitting[-1]) if fitting else None
     if plain is not None and plain.loss.kl_divergence < tuned.loss.kl_divergence:
         tuned = plain
@@ -48,7 +48,7 @@ def search_by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
 def _predict_losses(search: Search, measured: dict[tuple[int, str], tuple[str, float]]) -> Losses:
     """Predict the losses of all tensors with all candidates. The smallest measured loss is noise, and is subtracted from all others."""
     floor = min(loss for _, loss in measured.values())
-    raised = increase_losses({place: loss - floor for place, (_, loss) in measured.items()})
+    raised = increase_losses({tensor_key: loss - floor for tensor_key, (_, loss) in measured.items()})
     result: Losses = {}
     for (layer, side), codecs in search.priced.packed.items():
         codec, _ = measured[layer, side]

@@ -77,7 +77,7 @@ def add_all() -> None:
         add(f"digest-of-{size}-bytes", shows, lambda n=size: keys_file(bytes_of_norms, runs=(n,), tail=0, heads=1), "container-20")  # type: ignore[misc]
     wide = create("octahedral", 73, b="2", arrangement="direct", rotation="none")
     add("octahedral-direct-dim-73", "25 triplets in a column for 48", lambda: keys_file(wide, heads=1), "octahedral-6")
-    heads = Klt.of(11, bytes(32), 0, "k", b"\2\3", "fp16", "fp16", per_head=True)
+    heads = Klt.from_widths(11, bytes(32), 0, "k", b"\2\3", "fp16", "fp16", per_head=True)
     add(
         "klt-heads-of-nine-bits", "a short run of three columns, whose nine bits take two bytes", lambda: keys_file(heads, heads=1), "klt-8"
     )

@@ -41,7 +41,7 @@ QUATERNION = create("quaternion", 9, s="5", r="4", arrangement="direct", rotatio
 ANGLE = create("angle", 6, n="100", norm="linear8", rotation="none")
 SCALAR = create("scalar", 10, b="2", high="3", rotation="none")
 POLAR = create("polar", 6, b="2.3.1", rotation="none")
-KLT = Klt.of(3, bytes(32), 0, "k", b"\2", "fp16", "fp16")
+KLT = Klt.from_widths(3, bytes(32), 0, "k", b"\2", "fp16", "fp16")
 TRANSFORM = create("transform", 3, chunk="16")
 LOSSLESS = create("lossless", 6, dtype="bf16", chunk="16")
 MINIFLOAT = create("minifloat", 6, element="e4m3", per="token", scales="fp16")

@@ -308,7 +308,7 @@ def bytes_text(data: bytes = b"") -> Text:
 
 def test_key_lines_are_planted_in_the_text() -> None:
     text = demo_text()[2000:].replace(b"[", b"(")
-    prompt = needles.key_lines(bytes_text(), text, torch.Generator().manual_seed(3))
+    prompt = needles.key_lines_prompt(bytes_text(), text, torch.Generator().manual_seed(3))
     assert len(prompt.ids) == len(text)
     planted = rest = bytes(prompt.ids)
     for question, value in prompt.questions:
@@ -319,14 +319,14 @@ def test_key_lines_are_planted_in_the_text() -> None:
     assert text.startswith(rest)
     for (question, _), depth in zip(prompt.questions, prompt.depths, strict=True):
         assert planted.index(bytes(question)) == round(depth * len(planted))
-    again, other = (needles.key_lines(bytes_text(), text, torch.Generator().manual_seed(seed)) for seed in (3, 4))
+    again, other = (needles.key_lines_prompt(bytes_text(), text, torch.Generator().manual_seed(seed)) for seed in (3, 4))
     assert prompt == again != other
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
 def test_a_pass_key_is_planted_in_the_text(depth: float) -> None:
     text = demo_text()[2000:]
-    prompt = needles.pass_key(bytes_text(), text, depth, torch.Generator().manual_seed(3))
+    prompt = needles.passkey_prompt(bytes_text(), text, depth, torch.Generator().manual_seed(3))
     assert len(prompt.ids) == len(text)
     ((question, value),) = prompt.questions
     line = b"\nThe pass key is%b. Remember it.%b is the pass key.\n" % (bytes(value), bytes(value))
@@ -359,7 +359,7 @@ def test_an_answer_is_correct_if_every_token_is_the_first_choice() -> None:
 
 
 def test_recall_by_depth_and_length() -> None:
-    asked = [*summary.NeedleAnswer.of(100, [0.1, 0.3], [True, False]), *summary.NeedleAnswer.of(200, [0.1, 0.99], [True, True])]
+    asked = [*summary.NeedleAnswer.grade(100, [0.1, 0.3], [True, False]), *summary.NeedleAnswer.grade(200, [0.1, 0.99], [True, True])]
     found = summary.summarize_recall(asked)
     assert (found["right"], found["asked"]) == (3, 4)
     assert [(part["right"], part["asked"]) for part in found["by_depth"]] == [(2, 2), (0, 1), (0, 0), (1, 1)]

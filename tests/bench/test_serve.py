@@ -88,7 +88,7 @@ def test_a_failing_cache_becomes_a_row_without_ending_the_run(monkeypatch: pytes
 
 def test_steps_are_interleaved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The run measures steps as on a device, but without CUDA graphs."""
-    monkeypatch.setattr(step_timing, "TURNS", 3)
+    monkeypatch.setattr(step_timing, "ROUNDS", 3)
     model = serve.random_model("small", 1, "cpu", None)
     passes: list[tuple[str, bool]] = []
     steps = step_timing.time_steps

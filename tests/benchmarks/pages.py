@@ -111,7 +111,7 @@ class _Kernels:
     def __init__(self, codec: Any, x: torch.Tensor) -> None:
         self._codec, self._x = codec, x
         page = PackedRun(codec, x.shape[2], encode(codec, x, "page"))
-        self._side = Side(codec, PackedRuns.of([page]), x[:, :, :0], 0)
+        self._side = Side(codec, PackedRuns.from_runs([page]), x[:, :, :0], 0)
 
     def encode(self) -> None:
         encode(self._codec, self._x, "page")

@@ -14,8 +14,8 @@ from kvpack import cache_names
 from kvpack.bench.serve import random_model
 from kvpack.formats.errors import InvalidParameter
 from kvpack.identity import engine_identity
-from kvpack.identity.fingerprint import weights_of
-from kvpack.identity.modules import model_parts_of
+from kvpack.identity.fingerprint import digest_weights
+from kvpack.identity.modules import list_model_parts
 from kvpack.integrations.transformers.models import name_model
 from kvpack.models import model_folder, transformers_library
 from kvpack.output import print_table
@@ -47,7 +47,7 @@ def run(model: str | None, shape: str | None, device: str, *, repeats: int = 5, 
     past = cache_names.output_cache(network(ids, use_cache=True))
 
     def digest() -> None:
-        _ = weights_of(model_parts_of(network)).text
+        _ = digest_weights(list_model_parts(network)).text
 
     def name() -> None:
         _ = name_model(network).identity_fields
@@ -60,7 +60,7 @@ def run(model: str | None, shape: str | None, device: str, *, repeats: int = 5, 
         network(ids, use_cache=False)
 
     def prefill_and_digest() -> None:
-        weights = weights_of(model_parts_of(network))
+        weights = digest_weights(list_model_parts(network))
         network(ids, use_cache=False)
         weights.wait_until_read()
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import kvpack
 from kvpack.cache import conversion
-from kvpack.formats.errors import InvalidParameter, InvalidType, OutOfBounds, OutOfRange
+from kvpack.formats.errors import InvalidParameter, InvalidType, OutOfBounds, ValueTooLarge
 from support.caches import BOUNDS, RECIPES, random_pairs, relative_error, unpack_all
 
 if TYPE_CHECKING:
@@ -383,7 +383,7 @@ def test_reprs_fit_on_one_line() -> None:
 
 def test_a_norm_beyond_the_range_of_its_dtype_is_refused() -> None:
     k, v = random_pairs(1, 40)[0]
-    with pytest.raises(OutOfRange, match=r"layers\[0\].k, tokens 0 to 39: .*65504"):
+    with pytest.raises(ValueTooLarge, match=r"layers\[0\].k, tokens 0 to 39: .*65504"):
         kvpack.pack([(k * 1e6, v)], "k=octahedral:b=3;v=group:b=3")
 
 

@@ -86,7 +86,7 @@ def test_an_engines_values_are_restored_bit_for_bit(name: str, tmp_path: Path) -
     loaded = kvpack.load(tmp_path / "x.kvpack")
     for side, given, values in zip(loaded[0].sides.values(), sides, expected, strict=True):
         assert torch.equal(side.unpack(torch.float32), values.to(torch.float32))
-        found = kvpack.pages.Minifloats.of(side)
+        found = kvpack.pages.Minifloats.from_side(side)
         assert same_bits(found.elements, given["elements"])
         wide = given["scales"].reshape({"head": (1, HEADS, 1), "tensor": (1, 1, 1)}.get(found.granularity or "", given["scales"].shape))
         assert same_bits(found.scales, wide.expand(found.scales.shape))
@@ -165,18 +165,18 @@ def test_runs_with_several_scales_are_given_as_slices() -> None:
     arguments, _ = engine_side("fp8 tensor", 1)
     side = kvpack.pages.Minifloats(**arguments).side().append(1000 * random_values(2)[:, :, :4])
     with pytest.raises(InvalidParameter, match=r"2 runs with different scales: slice .* The first run has 37 tokens"):
-        kvpack.pages.Minifloats.of(side)
-    assert same_bits(kvpack.pages.Minifloats.of(side.slice(0, TOKENS)).elements, arguments["elements"])
+        kvpack.pages.Minifloats.from_side(side)
+    assert same_bits(kvpack.pages.Minifloats.from_side(side.slice(0, TOKENS)).elements, arguments["elements"])
     with pytest.raises(InvalidParameter, match="the codec is group with sidecars, expected minifloat"):
-        kvpack.pages.Minifloats.of(kvpack.pack([(random_values(1), None)], "kivi-2")[0].k)
+        kvpack.pages.Minifloats.from_side(kvpack.pack([(random_values(1), None)], "kivi-2")[0].k)
     with pytest.raises(InvalidType, match=r"expected packed keys or values, such as cache\[0\].k, but got a Layer"):
-        kvpack.pages.Minifloats.of(kvpack.pack([(random_values(1), None)], "fp8")[0])  # type: ignore[arg-type]
+        kvpack.pages.Minifloats.from_side(kvpack.pack([(random_values(1), None)], "fp8")[0])  # type: ignore[arg-type]
     cache = kvpack.pack([(random_values(1), None)], "fp8")
     with pytest.raises(InvalidParameter, match=r"the codec is minifloat with sidecars, .* 'fp8;raw=0'"):
-        kvpack.pages.Minifloats.of(cache[0].k)
-    assert kvpack.pages.Minifloats.of(cache.convert("fp8;raw=0")[0].k).elements.shape[2] == cache.tokens
+        kvpack.pages.Minifloats.from_side(cache[0].k)
+    assert kvpack.pages.Minifloats.from_side(cache.convert("fp8;raw=0")[0].k).elements.shape[2] == cache.tokens
     with pytest.raises(InvalidParameter, match="a raw tail of 5"):
-        kvpack.pages.Minifloats.of(kvpack.pack([(random_values(1), None)], "fp8;raw=0;tail=32")[0].k)
+        kvpack.pages.Minifloats.from_side(kvpack.pack([(random_values(1), None)], "fp8;raw=0;tail=32")[0].k)
 
 
 def changed(name: str, **changes: Any) -> dict[str, Any]:
@@ -244,5 +244,5 @@ def test_values_that_cannot_be_stored_are_refused_by_name(arguments: dict[str, A
 
 def test_an_odd_head_dim_cannot_be_given_as_pairs_of_e2m1() -> None:
     side = kvpack.pack([(random_values(1, 33), None)], "nvfp4;raw=0")[0].k
-    with pytest.raises(InvalidParameter, match="the head dim is 33, but must be even for e2m1"):
-        kvpack.pages.Minifloats.of(side)
+    with pytest.raises(InvalidParameter, match="the head dim is 33, but e2m1 needs an even head dim"):
+        kvpack.pages.Minifloats.from_side(side)

@@ -13,7 +13,7 @@ from kvpack.coding import dispatch
 from kvpack.coding.presets import PUBLISHED
 from kvpack.errors import KvpackWarning
 from kvpack.formats import token_norms
-from kvpack.formats.errors import OutOfRange
+from kvpack.formats.errors import ValueTooLarge
 from kvpack.kernels.cpu import encode, library
 from support.real_layers import layers
 
@@ -307,7 +307,7 @@ def test_a_few_values_beyond_the_range_of_norms_are_raw(recipe: str, value: floa
     others = [token for token in range(4, 300) if token != 9]
     assert relative(decoded[1, 1, others], v[1, 1, others]) < 1.1 * relative(decoded[0, :, 4:], v[0, :, 4:])
     v[1, 1, :, 3] = value
-    with pytest.raises(OutOfRange, match=r"layers\[0\].v"):
+    with pytest.raises(ValueTooLarge, match=r"layers\[0\].v"):
         kvpack.pack([(k, v)], recipe)
 
 

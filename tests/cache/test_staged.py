@@ -128,7 +128,7 @@ def test_staging_memory_is_bounded_and_reused(tmp_path: Path) -> None:
 
     file = container.open_file(tmp_path / "a")
     largest = max(file.side_offsets(number, side).nbytes for number in range(12) for side in "kv")
-    found = staged_load.load_layers(file, CachePart.of(file.header, None, None), Counting(), staging_bytes=4 * largest)
+    found = staged_load.load_layers(file, CachePart.from_arguments(file.header, None, None), Counting(), staging_bytes=4 * largest)
     assert asked == [4 * largest]
     assert list(found) == list(range(12))
     asked.clear()

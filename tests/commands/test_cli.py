@@ -233,7 +233,7 @@ def test_every_error_goes_to_standard_error() -> None:
     classes = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.KvpackError)}
     assert len(classes) >= 17
     # What only kvpack itself tells apart.
-    own = {"NotConsecutive", "OutOfRange"}
+    own = {"NotConsecutive", "ValueTooLarge"}
     assert all(classes[name].__mro__[1] is errors.InvalidParameter for name in own)
     for name, kind in classes.items():
         if name in own:
@@ -485,8 +485,8 @@ IDS = [0, 5, 2**31, 2**32 - 1, 7]
     [
         (kvpack.Inputs(torch.tensor(IDS).to(torch.uint32).numpy().tobytes(), ("an image",), (261,)), {}),
         (kvpack.Inputs(b"", ("tokens 2 to 5 came from embeddings", "an image"), (2, 40)), {"title": "a \u2603", "version": 3, "rate": 0.1}),
-        (kvpack.Inputs.of_rows([bytes([5, 0, 0, 0, 6, 0, 0, 0]), bytes([0, 0, 0, 0, 6, 0, 0, 0])], (), (), 256), {}),
-        (kvpack.Inputs.of_rows([b"\1\0\0\0" * 9], [(f"tokens from 256 on {PADDED}", 256)], (HiddenRange(1, 256, 260),), 256), {}),
+        (kvpack.Inputs.from_rows([bytes([5, 0, 0, 0, 6, 0, 0, 0]), bytes([0, 0, 0, 0, 6, 0, 0, 0])], (), (), 256), {}),
+        (kvpack.Inputs.from_rows([b"\1\0\0\0" * 9], [(f"tokens from 256 on {PADDED}", 256)], (HiddenRange(1, 256, 260),), 256), {}),
         (kvpack.Inputs(), {}),
         (None, {"title": "x"}),
     ],
@@ -534,7 +534,7 @@ def test_invalid_token_ids_in_a_dense_file_are_refused(
 def test_a_dense_file_keeps_token_ids_per_row_and_hidden_tokens(tmp_path: Path) -> None:
     rows = [torch.arange(5), torch.arange(2, 7)]
     told = (("tokens 0 to 4 were computed with an attention mask that hides padding", 0),)
-    inputs = Inputs.of_rows([row.numpy().astype("<u4").tobytes() for row in rows], told, ((1, 0, 2),), 0)
+    inputs = Inputs.from_rows([row.numpy().astype("<u4").tobytes() for row in rows], told, ((1, 0, 2),), 0)
     kvpack.save(kvpack.pack([(torch.randn(2, 2, 5, 64),) * 2], "raw", inputs=inputs), tmp_path / "file")
     assert run("unpack", tmp_path / "file", tmp_path / "dense") == 0
     assert torch.equal(load_file(tmp_path / "dense")["token_ids"], torch.stack(rows))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from kvpack.file import limits
 from kvpack.file.front import pack_header, parse_header
-from kvpack.file.header import Contents, Header, LayerEntry, SideEntry, TensorEntry, features_of, layout_bytes, side_tensors
+from kvpack.file.header import Contents, Header, LayerEntry, SideEntry, TensorEntry, layout_bytes, list_features, side_tensors
 from kvpack.file.header_scan import unknown_features
 from kvpack.file.limits import MAX_BINARY_BYTES, MAX_HEADER_BYTES, MAX_NAMES, MAX_STRING_BYTES, MAX_TOKENS
 from kvpack.formats.errors import InvalidHeader, KvpackError, LimitExceeded, UnknownCodec, UnsupportedVersion
@@ -39,7 +39,7 @@ def with_tensors(made: Contents) -> Header:
     tensors = (
         TensorEntry(name, layout.dtype, layout.shape, "none", layout_bytes(layout), bytes(16)) for name, layout in made.layouts.items()
     )
-    return Header.of(made, tuple(tensors))
+    return Header.from_contents(made, tuple(tensors))
 
 
 @st.composite
@@ -73,7 +73,7 @@ def any_contents(draw: DrawFn) -> Contents:
         model=draw(st.dictionaries(names, names, max_size=3)),
         recipe=draw(names),
         start=draw(st.integers(0, MAX_TOKENS)),
-        required=tuple(features_of(listed)),
+        required=tuple(list_features(listed)),
         ignorable=draw(st.dictionaries(names, st.binary(max_size=9), max_size=3)),
     )
 
@@ -471,7 +471,7 @@ ENTRY = TensorEntry("0.k.values", "F16", (1,), "none", 2, bytes(16))
             r"ignorable\['a'\] has 65537 bytes, but may have at most 65536",
         ),
         (
-            lambda: Header.of(Contents(codecs=(), layers=()), (ENTRY,) * (2**17 + 1)),
+            lambda: Header.from_contents(Contents(codecs=(), layers=()), (ENTRY,) * (2**17 + 1)),
             "tensors has 131073 entries, but may have at most 131072",
         ),
         (lambda: side(0, runs=(1,) * (2**17 + 1)), "runs has 131073 entries, but may have at most 131072"),

@@ -143,7 +143,7 @@ def test_a_saved_slice_depends_only_on_inputs_before_it(tmp_path: Path) -> None:
 def test_a_saved_row_depends_only_on_its_own_inputs(tmp_path: Path) -> None:
     rows = (ids(*range(8)), ids(*range(20, 28)))
     side = torch.randn(2, 2, 8, 32, generator=torch.Generator().manual_seed(0))
-    batch = replace(pack([(side, side)], "kv=raw:dtype=fp32"), inputs=Inputs.of_rows(rows, (), (), 0))
+    batch = replace(pack([(side, side)], "kv=raw:dtype=fp32"), inputs=Inputs.from_rows(rows, (), (), 0))
     kvpack.save(batch[:, 5:], tmp_path / "slice")
     tail = kvpack.load(tmp_path / "slice")
     for kept in ([0, 1], [1, 0], [1]):
@@ -155,7 +155,7 @@ def test_a_saved_row_depends_only_on_its_own_inputs(tmp_path: Path) -> None:
 def test_a_batch_slice_depends_only_on_its_own_rows() -> None:
     rows = (ids(*range(8)), ids(*range(20, 28)))
     side = torch.randn(2, 2, 8, 32, generator=torch.Generator().manual_seed(0))
-    batch = replace(pack([(side, side)], "kv=raw:dtype=fp32"), inputs=Inputs.of_rows(rows, (), (), 0))
+    batch = replace(pack([(side, side)], "kv=raw:dtype=fp32"), inputs=Inputs.from_rows(rows, (), (), 0))
     for kept in ([0, 1], [1, 0], [1]):
         assert torch.equal(concat([batch[:, :5].select(kept), batch[:, 5:].select(kept)]).token_ids, batch.select(kept).token_ids)
     for first, second in (([0, 1], [1, 0]), ([0, 0], [0, 1])):
@@ -192,7 +192,7 @@ def test_tokens_with_unknown_ids_are_named_whatever_their_origin(tmp_path: Path)
     assert replace(longer, inputs=Inputs(ids(*range(12)))).contents == old, (
         "a file without the clause was not read like one of an earlier version"
     )
-    rows = Inputs.of_rows((ids(1, 2), ids(1, 3)), (), (), 0)
+    rows = Inputs.from_rows((ids(1, 2), ids(1, 3)), (), (), 0)
     batch = replace(cache_of(2, 0, None).select([0, 0]), inputs=rows).append([(side.expand(2, -1, -1, -1),) * 2])
     assert batch.select([1]).inputs == Inputs(ids(1, 3), (f"tokens 2 to 4 {WITHOUT_IDS}",), (2,))
 

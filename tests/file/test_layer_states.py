@@ -20,7 +20,7 @@ from kvpack.cache.layer import Layer
 from kvpack.cache.staged_save import save_from
 from kvpack.errors import InvalidParameter, LimitExceeded, OutOfBounds
 from kvpack.file import container
-from kvpack.file.layer_states import StateEntry, features_of
+from kvpack.file.layer_states import StateEntry, list_features
 from support.caches import random_pairs
 
 if TYPE_CHECKING:
@@ -175,6 +175,6 @@ def test_commands_show_and_convert_states(tmp_path: Path, capsys: pytest.Capture
 def test_writers_enforce_the_limits_of_states() -> None:
     for entry in (StateEntry(0, "n" * 29, "U8", (1,)), StateEntry(0, "n", "U8", (1,) * 9)):
         with pytest.raises(LimitExceeded, match="the limits are 28 bytes and 8 dimensions"):
-            features_of([entry])
+            list_features([entry])
     with pytest.raises(LimitExceeded, match="the layers have 683 states, but a file can have at most 682"):
-        features_of(StateEntry(number, "n", "U8", (1,)) for number in range(683))
+        list_features(StateEntry(number, "n", "U8", (1,)) for number in range(683))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import kvpack
 from kvpack.cache.cache import Cache, concat
-from kvpack.file.hidden_tokens import FEATURE, HiddenRange, features_of, hidden_tokens
+from kvpack.file.hidden_tokens import FEATURE, HiddenRange, hidden_tokens, list_features
 from kvpack.file.inputs import IDS_LEFT_OUT, MAX_IDS, PADDED, ROWS_DIFFER, Inputs, differing_ids_clause, split_feature
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
 
@@ -191,7 +191,7 @@ def test_malformed_rows_are_refused(arguments: dict[str, Any], message: str) -> 
 
 def test_hidden_tokens_are_checked_as_specified() -> None:
     def read(*stretches: tuple[int, int, int]) -> tuple[HiddenRange, ...]:
-        _, ignorable = features_of([HiddenRange(*stretch) for stretch in stretches])
+        _, ignorable = list_features([HiddenRange(*stretch) for stretch in stretches])
         return hidden_tokens(ignorable[FEATURE], 2, 3, 9)
 
     assert read((0, 3, 4), (0, 5, 9), (1, 3, 9)) == ((0, 3, 4), (0, 5, 9), (1, 3, 9))
@@ -206,7 +206,7 @@ def test_hidden_tokens_are_checked_as_specified() -> None:
         with pytest.raises(InvalidHeader, match=message):
             read(*stretches)
     with pytest.raises(LimitExceeded, match=r"hides 3277 ranges of tokens, but a file can have at most 3276: save fewer sequences"):
-        features_of([HiddenRange(row, 0, 1) for row in range(3277)])
+        list_features([HiddenRange(row, 0, 1) for row in range(3277)])
 
 
 @dataclass

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpack.formats.angle import Angle
-from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
+from kvpack.formats.errors import InvalidParameter, InvalidPayload, ValueTooLarge
 from kvpack.formats.options import Options
 from kvpack.formats.streams import DTYPE_BYTES
 from support.strategies import CASES, CONTENTS, contents, create
@@ -268,7 +268,7 @@ def check_round_trip(codec: Angle, x: torch.Tensor) -> bool:
     """Check the layout, the parameters, and the error of one round trip. Return False if the input is refused as too large."""
     try:
         streams = codec.encode(x)
-    except OutOfRange:
+    except ValueTooLarge:
         assert x.abs().max() > 1000
         return False
     stored = {"U16": torch.uint16, "F16": torch.float16, "F32": torch.float32}
@@ -355,13 +355,13 @@ def test_a_zero_pair_does_not_widen_a_logarithmic_range() -> None:
 def test_huge_norms_are_refused_but_fit_in_fp32() -> None:
     x = gaussian(1, 2, 5, 128)
     x[0, 1, 3] *= 1e9
-    with pytest.raises(OutOfRange, match=r"the step or minimum of a token's norms .* at \[0, 1, 3, \d\] is .*float16 value is 65504"):
+    with pytest.raises(ValueTooLarge, match=r"the step or minimum of a token's norms .* at \[0, 1, 3, \d\] is .*float16 value is 65504"):
         angle().encode(x)
     others: list[dict[str, Any]] = [{"range": "fp32"}, {"norm": "log8"}, {"norm": "fp32"}]
     for words in others:
         codec = angle(n=256, **words)
         assert (codec.decode(codec.encode(x)) - x)[0, 1, 3].norm() < 0.03 * x[0, 1, 3].norm()
-    with pytest.raises(OutOfRange, match=r"norm of a pair of channels \(token 0 or later\) at \[0, 0, 0, 0\].*float32"):
+    with pytest.raises(ValueTooLarge, match=r"norm of a pair of channels \(token 0 or later\) at \[0, 0, 0, 0\].*float32"):
         angle(norm="fp32", rotation="none").encode(torch.full((1, 1, 1, 128), 3e38))
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
+from kvpack.formats.errors import InvalidParameter, InvalidPayload, ValueTooLarge
 from kvpack.formats.group import AXES, CENTERS, GROUP_SIZES, TOKEN_SCALES, Group
 from kvpack.formats.streams import DTYPE_BYTES, Layout
 from support.strategies import check_round_trip, codecs, contents, create, tensors
@@ -181,7 +181,7 @@ def test_zeros_decode_to_zeros(rotation: str, token_scale: str) -> None:
 def test_a_value_that_is_too_large_is_refused(words: dict[str, Any], value: float | None, message: str) -> None:
     x = torch.zeros(1, 1, 16, 40)
     x[..., 5] = 40000.0 * torch.tensor([1.0, -1.0] * 8) if value is None else value
-    with pytest.raises(OutOfRange, match=message):
+    with pytest.raises(ValueTooLarge, match=message):
         group(40, **words).encode(x)
 
 

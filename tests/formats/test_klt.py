@@ -23,7 +23,7 @@ from kvpack.coding.bases import Basis, basis_bytes
 from kvpack.coding.presets import CALIBRATED_RAW_CLAUSE
 from kvpack.file import container
 from kvpack.formats.basis import BasisRows, row_count
-from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidPayload, LimitExceeded, MissingBasis, OutOfBounds, OutOfRange
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidPayload, LimitExceeded, MissingBasis, OutOfBounds, ValueTooLarge
 from kvpack.formats.frames import Frames
 from kvpack.formats.klt import Klt, columns_by_width
 from support.file_parts import change_file
@@ -68,14 +68,14 @@ def test_values_survive_a_round_trip_with_widths_per_head(data: st.DataObject) -
 
 
 def of_heads(dim: int, heads: int, widths: bytes, gain: str = "none", rows: str = "basis") -> Klt:
-    return Klt.of(dim, bytes(32), 0, "k", widths, gain, rows, BasisRows(random_rows(heads, dim, "k")[None]), per_head=True)
+    return Klt.from_widths(dim, bytes(32), 0, "k", widths, gain, rows, BasisRows(random_rows(heads, dim, "k")[None]), per_head=True)
 
 
 @pytest.mark.parametrize("gain", ["none", "fp16"])
 def test_equal_widths_per_head_decode_like_shared_ones(gain: str) -> None:
     """Two short runs have the same codes and gains as one run in which all heads share widths, but their bytes differ."""
     own = of_heads(40, 3, bytes((5, 5, 0, 0, 2)) * 3, gain)
-    shared = Klt.of(40, bytes(32), 0, "k", bytes((5, 0, 2)), gain, "basis", own.source)
+    shared = Klt.from_widths(40, bytes(32), 0, "k", bytes((5, 0, 2)), gain, "basis", own.source)
     x = torch.randn(2, 3, 50, 40, generator=torch.Generator().manual_seed(5))
     found, expected = own.encode(x), shared.encode(x)
     assert torch.equal(own.decode(found), shared.decode(expected))
@@ -148,7 +148,7 @@ def test_the_worked_example_is_reproduced() -> None:
 def test_sizes_match_the_specification() -> None:
     table = section(SPEC / "codecs" / "klt.md", "Layout")
     for widths, size, bits in re.findall(r"^\| ((?:\d ){7}\d) \| (\d+) \| ([\d.]+) \|$", table, re.MULTILINE):
-        codec = Klt.of(128, bytes(32), 0, "k", bytes(map(int, widths.split())))
+        codec = Klt.from_widths(128, bytes(32), 0, "k", bytes(map(int, widths.split())))
         assert sum(packing.row_bytes for packing in codec.packings().values()) + 2 == int(size)
         assert codec.nominal_bits == float(bits)
     assert (row_count(128), 2 * 128 * row_count(128)) == (162, 41472)
@@ -243,7 +243,7 @@ def test_a_basis_is_found_by_its_digest(basis: Basis, tmp_path: Path) -> None:
 
 
 def test_unused_codecs_do_not_need_a_basis(basis: Basis, tmp_path: Path) -> None:
-    path, codec = tmp_path / "x.kvpack", Klt.of(32, basis.digest, 0, "k", b"\2\2")
+    path, codec = tmp_path / "x.kvpack", Klt.from_widths(32, basis.digest, 0, "k", b"\2\2")
     kvpack.save(kvpack.pack(pairs(3), "raw"), path)
     entry = {"id": codec.id, **codec.params()}
     path.write_bytes(change_file(path.read_bytes(), lambda parts: parts.header["codecs"].append(entry)))
@@ -268,7 +268,7 @@ def test_an_unsuitable_basis_is_refused(basis: Basis, tmp_path: Path) -> None:
         plain.convert("klt-2")
     with pytest.raises(OutOfBounds, match="the basis has no matrices for the values of layer 7"):
         basis.rows(7, "v")
-    codec = Klt.of(32, basis.digest, 0, "k", b"\2\2")
+    codec = Klt.from_widths(32, basis.digest, 0, "k", b"\2\2")
     with pytest.raises(MissingBasis, match=r"keys of layer 0 of the basis [0-9a-f]{64} are needed, but no basis was passed"):
         codec.encode(torch.zeros(1, 2, 1, 32))
     path = tmp_path / "x.kvpack"
@@ -283,7 +283,7 @@ def test_a_singular_matrix_can_decode_but_not_encode() -> None:
     rows = random_rows(1, 4, "singular")
     rows[:, 1:5] = 0
     codec = replace(with_random_basis(create("klt", 4, rows="fp32")), source=BasisRows(rows[None]))
-    with pytest.raises(OutOfRange, match="no inverse"):
+    with pytest.raises(ValueTooLarge, match="no inverse"):
         codec.encode(torch.zeros(1, 1, 1, 4))
     with pytest.raises(InvalidParameter, match="basis rows have shape"):
         BasisRows(rows[None, :, :100])
@@ -321,7 +321,7 @@ def scaled_basis(rows: float = 1.0, tables: float = 1.0, weights: float = 1.0, f
 def test_a_basis_that_decodes_to_infinities_cannot_encode(recipe: str, scales: dict[str, float], message: str) -> None:
     generator = torch.Generator().manual_seed(0)
     layer = [(torch.randn(1, 2, 40, 32, generator=generator),) * 2]
-    with pytest.raises(OutOfRange, match=message):
+    with pytest.raises(ValueTooLarge, match=message):
         kvpack.pack(layer, kvpack.Recipe(recipe, scaled_basis(**scales)))
 
 

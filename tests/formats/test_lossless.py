@@ -15,7 +15,7 @@ import kvpack
 from kvpack.coding.recipes import Recipe
 from kvpack.errors import RoundedWarning
 from kvpack.file import container
-from kvpack.formats.errors import InvalidParameter, InvalidPayload, InvalidType, OutOfBounds, OutOfRange
+from kvpack.formats.errors import InvalidParameter, InvalidPayload, InvalidType, OutOfBounds, ValueTooLarge
 from kvpack.formats.lossless import Lossless
 from support.lossless_streams import DTYPES
 from support.strategies import codecs, create, with_poisoned_padding
@@ -138,7 +138,7 @@ def test_the_recipe_uses_the_dtype_of_the_cache() -> None:
         kvpack.pack([(x, x)], "lossless")
     with pytest.warns(RoundedWarning, match="stores fp32 values as fp16"):
         kvpack.pack([(x, x)], "kv=lossless:dtype=fp16")
-    with pytest.raises(OutOfRange, match="the largest fp16 value is 65504"):
+    with pytest.raises(ValueTooLarge, match="the largest fp16 value is 65504"):
         kvpack.pack([(x + 1e6, x)], "kv=lossless:dtype=fp16")
     with pytest.raises(InvalidParameter, match="dtype is 'fp32', expected one of bf16, fp16"):
         kvpack.pack([(x, x)], "kv=lossless:dtype=fp32")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvpack
-from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
+from kvpack.formats.errors import InvalidParameter, InvalidPayload, ValueTooLarge
 from kvpack.formats.minifloat import ELEMENTS, Minifloat, block_exponents, element_values, encode_elements, encode_portably
 from support.minifloat_digits import block_scales, make_finite
 from support.strategies import check_round_trip, codecs, contents, create, tensors
@@ -215,5 +215,5 @@ def test_non_finite_elements_and_scales_are_refused_by_name(words: dict[str, str
 
 
 def test_an_unsuitable_scale_is_refused() -> None:
-    with pytest.raises(OutOfRange, match=r"scale at .* the largest float16 value is 65504"):
+    with pytest.raises(ValueTooLarge, match=r"scale at .* the largest float16 value is 65504"):
         minifloat(8, scales="fp16").encode(torch.full((1, 1, 1, 8), 3e38))

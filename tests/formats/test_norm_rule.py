@@ -12,7 +12,7 @@ from kvpack.coding.presets import PUBLISHED
 from kvpack.coding.recipes import Recipe
 from kvpack.formats import codec_from_params
 from kvpack.formats.base import Codec
-from kvpack.formats.errors import InvalidParameter, OutOfRange
+from kvpack.formats.errors import InvalidParameter, ValueTooLarge
 from kvpack.formats.norm_rule import NORM_RULES
 from kvpack.formats.sidecars import CodecWithSidecars
 from support.strategies import create
@@ -104,7 +104,7 @@ def test_a_factor_beyond_the_range_becomes_the_largest_number(words: str) -> Non
     norm = made(words, 64, norm="fp32", norm_rule="norm").encode(x)[name]
     x *= 65000 / norm.item()
     assert codec.encode(x)[name].item() == 65504
-    with pytest.raises(OutOfRange, match="the largest float16 value is 65504"):
+    with pytest.raises(ValueTooLarge, match="the largest float16 value is 65504"):
         codec.encode(x * 1.01)
     largest = made(words, 64, norm="fp32").encode(x / 65000 * 3.3e38)[name]
     assert torch.isfinite(largest).all()

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
+from kvpack.formats.errors import InvalidParameter, InvalidPayload, ValueTooLarge
 from kvpack.formats.lloyd_max import direction_table, octahedral_density
 from kvpack.formats.octahedral import Octahedral
 from kvpack.formats.octahedral_search import codebook, codebook_directions, midpoints, nearest_level, octahedral_coordinates
@@ -349,7 +349,7 @@ def test_one_block_may_contain_values_of_any_size() -> None:
 def test_errors_give_name_and_position_of_a_norm_beyond_binary16() -> None:
     x = keys(1, 2, 3, 128)
     x[0, 1, 2] *= 1e4
-    with pytest.raises(OutOfRange, match=r"norm of a token at \[0, 1, 2\] is .*largest float16 value is 65504"):
+    with pytest.raises(ValueTooLarge, match=r"norm of a token at \[0, 1, 2\] is .*largest float16 value is 65504"):
         octahedral(b=3).encode(x)
 
 

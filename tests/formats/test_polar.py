@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
+from kvpack.formats.errors import InvalidParameter, InvalidPayload, ValueTooLarge
 from kvpack.formats.lloyd_max import CELLS, polar_angle_masses, polar_angle_table
 from kvpack.formats.options import Options
 from kvpack.formats.polar import Polar
@@ -393,13 +393,13 @@ def test_finite_values_of_any_size_are_encoded_with_fp32_radii(value: float, pat
 def test_errors_give_the_position_of_huge_radii_which_fit_in_fp32() -> None:
     x = gaussian(1, 2, 5, 128)
     x[0, 1, 3] *= 1e9
-    with pytest.raises(OutOfRange, match=r"a radius \(token 0 or later\) at \[0, 1, 3, 0\] is .*largest float16 value is 65504"):
+    with pytest.raises(ValueTooLarge, match=r"a radius \(token 0 or later\) at \[0, 1, 3, 0\] is .*largest float16 value is 65504"):
         polar().encode(x)
     codec = polar(b=5, norm="fp32")
     assert (codec.decode(codec.encode(x)) - x)[0, 1, 3].norm() < 0.1 * x[0, 1, 3].norm()
     codec, large = polar(b="4.2.2.2", norm="fp32", rotation="none"), torch.zeros(1, 1, 1, 128)
     large[..., 32:48] = 3e38
-    with pytest.raises(OutOfRange, match=r"a radius \(token 0 or later\) at \[0, 0, 0, 2\].*float32"):
+    with pytest.raises(ValueTooLarge, match=r"a radius \(token 0 or later\) at \[0, 0, 0, 2\].*float32"):
         codec.encode(large)
 
 

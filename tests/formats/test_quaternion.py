@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpack.formats import quaternion_search
-from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
+from kvpack.formats.errors import InvalidParameter, InvalidPayload, ValueTooLarge
 from kvpack.formats.generator import unit_quaternions
 from kvpack.formats.options import Options
 from kvpack.formats.quaternion import Quaternion
@@ -328,11 +328,11 @@ def test_the_two_seeds_are_independent() -> None:
 def test_a_scale_above_binary16_is_refused_but_fits_in_fp32() -> None:
     x = gaussian(1, 2, 5, 128)
     x[0, 1, 3] *= 1e6
-    with pytest.raises(OutOfRange, match=r"a token's scale \(token 0 or later\) at \[0, 1, 3\] is .*largest float16 value is 65504"):
+    with pytest.raises(ValueTooLarge, match=r"a token's scale \(token 0 or later\) at \[0, 1, 3\] is .*largest float16 value is 65504"):
         quaternion().encode(x)
     codec = quaternion(norm="fp32")
     assert (codec.decode(codec.encode(x)) - x)[0, 1, 3].norm() < 0.3 * x[0, 1, 3].norm()
-    with pytest.raises(OutOfRange, match="float32"):
+    with pytest.raises(ValueTooLarge, match="float32"):
         codec.encode(torch.full((1, 1, 1, 128), 3e38))
 
 
@@ -342,7 +342,7 @@ def test_values_that_would_decode_to_infinity_are_refused(radius_bits: int) -> N
     x = torch.zeros(1, 1, 1, 4)
     x[..., 0] = torch.finfo(torch.float32).max
     if radius_bits in (5, 7):
-        with pytest.raises(OutOfRange, match="decoded largest radius of a token"):
+        with pytest.raises(ValueTooLarge, match="decoded largest radius of a token"):
             codec.encode(x)
     else:
         assert torch.isfinite(codec.decode(codec.encode(x))).all()

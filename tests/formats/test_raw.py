@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpack.formats.errors import InvalidParameter, OutOfRange
+from kvpack.formats.errors import InvalidParameter, ValueTooLarge
 from kvpack.formats.raw import Raw
 from kvpack.formats.streams import Layout
 from support.strategies import check_round_trip, codecs, create, tensors
@@ -53,7 +53,7 @@ def test_a_finite_value_that_would_become_infinite_is_refused(dtype: str, value:
     x = torch.zeros(1, 2, 3, 4)
     x[0, 1, 2, 3] = value
     x[0, 0, 0, 0] = float("inf")
-    with pytest.raises(OutOfRange, match=rf"the value at \[0, 1, 2, 3\] is .* largest {dtype} value is {largest}.*: choose a wider dtype"):
+    with pytest.raises(ValueTooLarge, match=rf"at \[0, 1, 2, 3\] is .* largest {dtype} value is {largest}.*: choose a wider dtype"):
         Raw(4, dtype).encode(x)
 
 

@@ -10,7 +10,7 @@ import torch
 import kvpack
 from kvpack.errors import InvalidParameter, InvalidPayload
 from kvpack.formats import token_norms
-from kvpack.formats.errors import OutOfRange
+from kvpack.formats.errors import ValueTooLarge
 from kvpack.formats.raw_positions import POSITIONS, VALUES, RawPositions, mark_poor_fits, replace_tokens, store_in_slots
 from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.formats.token_norms import (
@@ -335,7 +335,7 @@ def test_lossless_codecs_have_no_raw_tokens(codec: str) -> None:
 def test_raw_values_beyond_the_range_are_refused() -> None:
     x = torch.ones(1, 1, 40, DIM)
     x[0, 0, 1, 3] = 7e4
-    with pytest.raises(OutOfRange, match=r"layers\[0\]\.k: raw token 1 \(sequence 0, head 0\) has the value 70000 in channel 3"):
+    with pytest.raises(ValueTooLarge, match=r"layers\[0\]\.k: raw token 1 \(sequence 0, head 0\) has the value 70000 in channel 3"):
         kvpack.pack([(x, x)], "kv=scalar:b=2,raw_first=2,raw_dtype=fp16")
     x[0, 0, 1, 3] = torch.inf
     with pytest.raises(InvalidParameter, match=r"layers\[0\]\.k: the value at batch 0, head 0, token 1, channel 3 is inf"):

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpack.coding.recipes import Recipe
-from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
+from kvpack.formats.errors import InvalidParameter, InvalidPayload, ValueTooLarge
 from kvpack.formats.lloyd_max import coordinate_table
 from kvpack.formats.options import Options
 from kvpack.formats.scalar import SCALES, Scalar
@@ -320,10 +320,10 @@ def test_finite_values_of_any_size_are_encoded_with_fp32_norms(value: float, pat
 def test_errors_give_name_and_position_of_a_norm_beyond_binary16() -> None:
     x = keys(1, 2, 3, 128)
     x[0, 1, 2] *= 1e4
-    with pytest.raises(OutOfRange, match=r"norm of a token at \[0, 1, 2\] is .*largest float16 value is 65504"):
+    with pytest.raises(ValueTooLarge, match=r"norm of a token at \[0, 1, 2\] is .*largest float16 value is 65504"):
         scalar(b=3).encode(x)
     assert scalar(b=3, norm="fp32").encode(x)["norm"][0, 1, 2] > 65504
-    with pytest.raises(OutOfRange, match=r"norm of a token at \[0, 0, 0\] is inf.*float32"):
+    with pytest.raises(ValueTooLarge, match=r"norm of a token at \[0, 0, 0\] is inf.*float32"):
         scalar(b=3, norm="fp32").encode(torch.full((1, 1, 1, 128), 3e38))
 
 

@@ -10,7 +10,7 @@ import torch
 
 import kvpack
 from kvpack.formats import scale_range
-from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
+from kvpack.formats.errors import InvalidParameter, InvalidPayload, ValueTooLarge
 from kvpack.formats.group import AXES, Group
 from kvpack.formats.runs import Run
 from kvpack.formats.streams import DTYPE_BYTES, Layout
@@ -124,7 +124,7 @@ def test_zeros_next_to_other_groups_stay_near_zero() -> None:
 def test_a_value_that_is_too_large_is_refused(value: float | None, message: str) -> None:
     x = torch.zeros(1, 1, 16, 40)
     x[..., 5] = 40000.0 * torch.tensor([1.0, -1.0] * 8) if value is None else value
-    with pytest.raises(OutOfRange, match=message):
+    with pytest.raises(ValueTooLarge, match=message):
         group(40, b=1).encode(x)
 
 

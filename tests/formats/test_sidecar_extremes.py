@@ -11,7 +11,7 @@ import torch
 import kvpack
 from kvpack.cli import main
 from kvpack.coding import encoding
-from kvpack.formats.errors import KvpackError, OutOfRange
+from kvpack.formats.errors import KvpackError, ValueTooLarge
 from kvpack.formats.sidecars import CodecWithSidecars
 from support.caches import unpack_all
 from support.strategies import create
@@ -124,7 +124,7 @@ def test_values_near_the_largest_are_refused_or_decode_to_finite_ones(codec_id: 
         x[..., 5] = x[..., 13] = 3.3e38 * x[..., 5].sign()
         try:
             decoded = codec.decode(codec.encode(x))
-        except OutOfRange as error:
+        except ValueTooLarge as error:
             messages.append(str(error))
         else:
             assert torch.isfinite(decoded).all()
@@ -155,7 +155,7 @@ def test_messages_give_the_position(token: int, value: float, words: str, messag
     x = values(2, 3, 300, DIM)
     x[1, 2, token, 9] = value
     dtype = ",raw_tokens=fp16" if "sinks" in words else ""
-    with pytest.raises(OutOfRange) as caught:
+    with pytest.raises(ValueTooLarge) as caught:
         kvpack.pack([(values(2, 3, 300, DIM), x)], f"k=raw;v=group:b=2,g=32,{words}{dtype}")
     assert str(caught.value).startswith(f"layers[0].v{message}")
 

@@ -14,7 +14,7 @@ from kvpack.cache.side import Side
 from kvpack.formats import codec_from_params, create_codec
 from kvpack.formats.base import Codec
 from kvpack.formats.channel_scale import ChannelScale
-from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
+from kvpack.formats.errors import InvalidParameter, InvalidPayload, ValueTooLarge
 from kvpack.formats.norm_rule import NORM_RULES
 from kvpack.formats.options import Options
 from kvpack.formats.qjl import Qjl
@@ -228,7 +228,7 @@ def test_raw_tokens_are_exact_and_affect_no_group() -> None:
 
 
 def test_raw_tokens_contain_nan_only_if_a_writer_stored_it() -> None:
-    with pytest.raises(OutOfRange, match="raw token"):
+    with pytest.raises(ValueTooLarge, match="raw token"):
         codec("group", b="2", sinks="1", raw_tokens="fp16").encode(keys(4) * 1e6)
 
 

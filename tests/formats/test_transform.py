@@ -19,7 +19,7 @@ from kvpack.cache import side as sides
 from kvpack.coding.bases import Basis, basis_bytes
 from kvpack.coding.presets import CALIBRATED_RAW_CLAUSE
 from kvpack.formats import rans, transform
-from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidPayload, MissingBasis, OutOfBounds, OutOfRange
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidPayload, MissingBasis, OutOfBounds, ValueTooLarge
 from kvpack.formats.frames import Frames, Rope, SymbolTables
 from kvpack.formats.transform import Transform
 from support.klt_bases import random_basis, random_tables, transform_of, with_random_frames
@@ -154,7 +154,7 @@ def test_sequences_with_another_rope_are_refused(basis: Basis) -> None:
     assert limit.frames(0, "k").rope._replace(longest=None) == limited(None).frames(0, "k").rope  # type: ignore[union-attr]
     assert kvpack.pack(pairs(20), kvpack.Recipe(RECIPE, limit), start=10).tokens == 20
     for start, tokens in ((11, 20), (0, 31), (2**39, 1)):
-        with pytest.raises(OutOfRange, match=rf"layers\[0\].k.* the sequence has {start + tokens} tokens, but .* at most 30 tokens"):
+        with pytest.raises(ValueTooLarge, match=rf"layers\[0\].k.* the sequence has {start + tokens} tokens, but .* at most 30 tokens"):
             kvpack.pack(pairs(tokens), kvpack.Recipe(RECIPE, limit), start=start)
     assert kvpack.pack([(None, v) for _, v in pairs(40)], kvpack.Recipe(RECIPE, limit)).tokens == 40
     for text in ("0", "x", "-5", "1" * 19, ""):
@@ -227,18 +227,18 @@ def test_values_beyond_the_table_are_stored_up_to_32_bits() -> None:
     x = torch.zeros(1, 1, 20, 32)
     x[0, 0, 3, 5], x[0, 0, 7, 0] = 1e6, -3e4
     assert (codec.decode(codec.encode(x)) - x).abs().max() < 4
-    with pytest.raises(OutOfRange, match=r"steps from the mean, but the limit is 2147483647"):
+    with pytest.raises(ValueTooLarge, match=r"steps from the mean, but the limit is 2147483647"):
         codec.encode(x * 1e5)
     frames = codec.source_for(1)
     tables = SymbolTables(frames.tables.frequencies.copy(), frames.tables.values)
     tables.frequencies[:, 4] += tables.frequencies[:, 0]
     tables.frequencies[:, 0] = 0
-    with pytest.raises(OutOfRange, match="neither a symbol for a level nor an escape"):
+    with pytest.raises(ValueTooLarge, match="a value's level has no symbol in its table"):
         replace(codec, source=Frames(frames.rows, frames.scales, tables)).encode(x)
     nearly = frames.rows.clone()
     nearly[:, 2] = nearly[:, 1] * (1 + 1e-6)
     for rows in (torch.zeros_like(frames.rows), nearly):
-        with pytest.raises(OutOfRange, match=r"is inaccurate|has no inverse"):
+        with pytest.raises(ValueTooLarge, match=r"is inaccurate|has no inverse"):
             replace(codec, source=Frames(rows, frames.scales, frames.tables)).encode(x)
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpack.formats.errors import InvalidParameter, OutOfRange
+from kvpack.formats.errors import InvalidParameter, ValueTooLarge
 from kvpack.formats.options import Options
 from kvpack.formats.trellis import STATE_BITS, Trellis, nearest_path, unit_table, viterbi
 from support.strategies import CONTENTS, check_round_trip, codecs, contents, tensors
@@ -114,7 +114,7 @@ def test_unusual_values_are_decoded_within_the_bound(kind: str) -> None:
 
 
 def test_values_beyond_the_range_of_norms_are_refused() -> None:
-    with pytest.raises(OutOfRange, match="norm of a token"):
+    with pytest.raises(ValueTooLarge, match="norm of a token"):
         trellis(16, b=1, states=256).encode(torch.full((1, 1, 1, 16), 3e4))
 
 

@@ -18,7 +18,7 @@ import torch
 
 import kvpack
 from kvpack.cli import main
-from kvpack.formats.errors import InvalidParameter, KvpackError, MissingFile, OutOfBounds, OutOfRange
+from kvpack.formats.errors import InvalidParameter, KvpackError, MissingFile, OutOfBounds, ValueTooLarge
 from kvpack.integrations.llama_cpp import CONFIG, export_slot, import_slot, is_state_file
 from kvpack.integrations.mlx_lm import export_prompt_cache
 from support.llama_state import Caches, of_server, state
@@ -266,7 +266,7 @@ def test_blocks_are_never_reencoded(tmp_path: Path) -> None:
         ({"scale": 0xFE01}, InvalidParameter, "layer 1: a scale of q8_0 is NaN or infinite"),
         ({"scale": 0x77FF}, None, ""),
         ({"scale": 0xF7FF}, None, ""),
-        ({"scale": 0x7800}, OutOfRange, "layer 1: a scale of q8_0 is 32768, but kvpack supports at most 32752"),
+        ({"scale": 0x7800}, ValueTooLarge, "layer 1: a scale of q8_0 is 32768, but kvpack supports at most 32752"),
         ({"heads": 8}, InvalidParameter, "layer 0: with 8 heads, each head has 16 channels, which is not a multiple of"),
         ({"transposed": True}, InvalidParameter, "layer 0 have 1 bytes per value, expected values that are not quantized"),
         ({"kind": 2}, InvalidParameter, "layers have different cache types, expected q8_0 and q8_0 in all layers"),
@@ -396,7 +396,7 @@ def windowed(tokens: int = 4, first: int = 3, **options: Any) -> Caches:
         (state(SEVEN, whole(), windowed()) + b"x", {"windows": {0: 4}}, "1 bytes follow its 3 layers, perhaps of recurrent states"),
         (state(SEVEN, whole(streams=0)), {}, "its full-attention layers have 0 streams, expected 1 to 256"),
         (state(SEVEN, whole(streams=257)), {}, "have 257 streams, expected 1 to 256"),
-        (state(SEVEN, whole(streams=3, stream=7)), {}, "its full-attention layers hold no tokens"),
+        (state(SEVEN, whole(streams=3, stream=7)), {}, "its full-attention layers contain no tokens"),
         (
             state(SEVEN, whole(sequences_of_a_cell=2)), {},
             r"cell 0 of its full-attention layers belongs to 2 sequences \(the first is 0\), but",
@@ -531,7 +531,7 @@ def test_contents_that_llama_cpp_cannot_store_are_named(tmp_path: Path) -> None:
     refused(cache((k, v), recipe="octopus-3"), r"layer 0: the codec octahedral decodes to float32, but llama.cpp stores .*dtype='bf16'")
     recorded = replace(cache((k, v), recipe="octopus-3"), model={"name": "m", "dtype": "fp16 of llama.cpp", "config": CONFIG})
     refused(recorded, "the cache was computed in fp16, so pass --dtype fp16 on the command line")
-    refused(cache((k.float() * 1e6, v)), "layer 0: a value is too large for fp16", OutOfRange, dtype="fp16")
+    refused(cache((k.float() * 1e6, v)), "layer 0: a value is too large for fp16", ValueTooLarge, dtype="fp16")
     refused(cache((k, v), start=5), "the cache begins at position 5, but a sequence of llama.cpp must begin at position 0")
     refused(cache((None, v)), "layer 0 contains no keys: for llama.cpp, kvpack writes only keys and values, or only latents")
     refused(cache((k, v), (k, None)), "layer 1 contains no values, unlike layer 0")

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import kvpack
 from kvpack.cli import main
-from kvpack.formats.errors import InvalidParameter, MissingBasis, MissingFile, OutOfRange
+from kvpack.formats.errors import InvalidParameter, MissingBasis, MissingFile, ValueTooLarge
 from kvpack.integrations.mlx_lm import export_prompt_cache, import_prompt_cache
 from support.klt_bases import random_basis
 
@@ -221,7 +221,7 @@ def test_contents_that_mlx_lm_cannot_store_are_named(tmp_path: Path) -> None:
         export_prompt_cache(kvpack.pack([(K, V)], "raw"), path, windows={3: 16})
     with pytest.raises(InvalidParameter, match="dtype is 'int8', expected one of bf16, fp16, fp32"):
         export_prompt_cache(kvpack.pack([(K, V)], "raw"), path, dtype="int8")
-    with pytest.raises(OutOfRange, match="layer 0: a value is too large for fp16"):
+    with pytest.raises(ValueTooLarge, match="layer 0: a value is too large for fp16"):
         export_prompt_cache(kvpack.pack([(K * 1e6, V)], "raw"), path, dtype="fp16")
     assert not list(tmp_path.iterdir())
 

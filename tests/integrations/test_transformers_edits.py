@@ -14,8 +14,8 @@ import torch
 
 import kvpack
 from kvpack.errors import InvalidParameter, KvpackWarning
-from kvpack.identity.fingerprint import weights_of
-from kvpack.identity.modules import model_parts_of
+from kvpack.identity.fingerprint import digest_weights
+from kvpack.identity.modules import list_model_parts
 from kvpack.integrations.transformers import KvpackCache, recording
 from kvpack.integrations.transformers.models import sample_digest
 from support.small_models import small_llama
@@ -209,13 +209,13 @@ def test_the_digest_combines_digests_of_single_weights() -> None:
 
     for model in (small_llama(), tied(), in_bf16(), with_buffer()):
         total = hashlib.sha256()
-        for part in model_parts_of(model):
+        for part in list_model_parts(model):
             own = {
                 f"{part.name}.{name}": x for name, x in [*part.module._parameters.items(), *part.module._buffers.items()] if x is not None
             }
             for name in sorted(own.keys() - {f"{part.name}.{name}" for name in part.module._non_persistent_buffers_set}):
                 total.update(json.dumps([name, to_json_value(name, own[name].detach())], separators=(",", ":")).encode() + b"\n")
-        assert weights_of(model_parts_of(model)).text == f"sha256:{total.hexdigest()}"
+        assert digest_weights(list_model_parts(model)).text == f"sha256:{total.hexdigest()}"
 
 
 def load_other_state(model: Any) -> None:
@@ -438,7 +438,7 @@ def test_a_device_computes_the_same_digest(tmp_path: Path) -> None:
     for make in (small_llama, tied, in_bf16, with_buffer, lambda: small_llama(hidden_size=256, intermediate_size=1000)):
         host, device = make(), make().to("cuda")
         path = saved(host, tmp_path / "file")
-        assert weights_of(model_parts_of(device)).text == weights_of(model_parts_of(host)).text
+        assert digest_weights(list_model_parts(device)).text == digest_weights(list_model_parts(host)).text
         KvpackCache.load(path, device).release()
         with torch.inference_mode(), KvpackCache(device, "raw") as cache:
             device(IDS.to("cuda"), past_key_values=cache)

@@ -208,7 +208,7 @@ def test_moving_or_pickling_a_cache_is_refused_by_name(model: Any) -> None:
 
 def test_a_deleted_model_does_not_affect_the_next_one() -> None:
     model, other = qwen("sdpa"), qwen("sdpa")
-    kept = attention_switch.AttentionSwitch.of(model)
+    kept = attention_switch.AttentionSwitch.for_model(model)
     number = id(model.config)
     assert plain_attention.plain_attention_name(model.config) == "sdpa"
     assert number in plain_attention._previous_attention
@@ -218,7 +218,7 @@ def test_a_deleted_model_does_not_affect_the_next_one() -> None:
     assert number not in plain_attention._previous_attention
     # As if the other model had the id of the one that is gone.
     model_changes._IN_EFFECT[attention_switch.AttentionSwitch, id(other)] = entry
-    made = attention_switch.AttentionSwitch.of(other)
+    made = attention_switch.AttentionSwitch.for_model(other)
     assert made is not kept
     assert other.config._attn_implementation == "kvpack"
     del made

@@ -14,7 +14,7 @@ from kvpack.cli import main
 from kvpack.errors import InvalidParameter, InvalidType, KvpackError
 from kvpack.file.inputs import Inputs
 from kvpack.integrations.transformers import KvpackCache
-from kvpack.integrations.transformers.models import identity_of
+from kvpack.integrations.transformers.models import model_identity
 from support.zoo_models import model_of
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def test_a_file_names_its_model_and_keeps_its_metadata(tmp_path: Path, capsys: A
 def test_a_model_with_offloaded_weights_is_named_without_them() -> None:
     model = model_of("Llama")
     model.config._name_or_path = "one"
-    whole = identity_of(model)
+    whole = model_identity(model)
     model.model.layers[1].mlp.down_proj.to("meta")
-    assert identity_of(model) == {name: text for name, text in whole.items() if name != "weights"}
+    assert model_identity(model) == {name: text for name, text in whole.items() if name != "weights"}
     assert whole["weights"].startswith("sha256:")

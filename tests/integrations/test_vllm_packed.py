@@ -18,7 +18,7 @@ import torch
 from kvpack.errors import InvalidParameter, MissingBasis, MissingFile
 from kvpack.integrations.vllm import identities, metrics
 from kvpack.integrations.vllm.chunk_keys import ABSENT, attach_keys
-from kvpack.integrations.vllm.groups import BLOCK_OFFSETS, GROUPS, Group, block_offsets, check_blocks, groups_of
+from kvpack.integrations.vllm.groups import BLOCK_OFFSETS, GROUPS, Group, block_offsets, check_blocks, offloaded_groups
 from kvpack.integrations.vllm.identities import SETTINGS, relevant_settings
 from kvpack.pages import PageCodec
 from support.engine_stubs import METADATA, STATS, Stats, check_defined, import_over
@@ -587,15 +587,15 @@ def test_groups_are_read_from_vllms_description(monkeypatch: pytest.MonkeyPatch)
     ]
     vllm_config = types.SimpleNamespace(model_config=types.SimpleNamespace(hf_text_config=types.SimpleNamespace(qk_rope_head_dim=64)))
     groups = [types.SimpleNamespace(kv_cache_spec=spec, layer_names=["a", "b"]) for spec, _ in given]
-    assert groups_of(vllm_config, types.SimpleNamespace(kv_cache_groups=groups)) == [expected for _, expected in given]
+    assert offloaded_groups(vllm_config, types.SimpleNamespace(kv_cache_groups=groups)) == [expected for _, expected in given]
     for other in (classes["FullAttentionSpec"](heads=4), classes["FullAttentionSpec"](heads=2 * HEADS, size=DIM // 2)):
         several.kv_cache_specs = {"a": classes["FullAttentionSpec"](), "b": other}
         one = types.SimpleNamespace(kv_cache_spec=several, layer_names=["a", "b"])
         with pytest.raises(InvalidParameter, match="form one group with 2 block shapes"):
-            groups_of(vllm_config, types.SimpleNamespace(kv_cache_groups=[one]))
+            offloaded_groups(vllm_config, types.SimpleNamespace(kv_cache_groups=[one]))
     several.kv_cache_specs = {"a": classes["FullAttentionSpec"](), "b": classes["FullAttentionSpec"]()}
     one = types.SimpleNamespace(kv_cache_spec=several, layer_names=["a", "b"])
-    assert groups_of(vllm_config, types.SimpleNamespace(kv_cache_groups=[one])) == [ATTENTION]
+    assert offloaded_groups(vllm_config, types.SimpleNamespace(kv_cache_groups=[one])) == [ATTENTION]
 
 
 def test_latents_are_two_sides_of_a_block() -> None:
@@ -695,7 +695,7 @@ def configured(**options: Any) -> Any:
 
 
 def test_the_connector_describes_the_model_to_its_spec(connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connector, "groups_of", lambda vllm_config, kv: [ATTENTION, STATES])
+    monkeypatch.setattr(connector, "offloaded_groups", lambda vllm_config, kv: [ATTENTION, STATES])
     config = configured(layout="adjacent", recipe="octopus-4")
     made = connector.KvpackConnector(config, "worker", one_group)
     assert (made.options["spec_name"], made.options["spec_module_path"]) == ("KvpackSpec", "kvpack.integrations.vllm.spec")
@@ -724,7 +724,7 @@ STORE = {"placement": "store", "location": "/cache", "recipe": "octopus-4", "lay
 
 
 def test_the_connector_describes_the_model_to_the_tier(connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connector, "groups_of", lambda vllm_config, kv: [ATTENTION])
+    monkeypatch.setattr(connector, "offloaded_groups", lambda vllm_config, kv: [ATTENTION])
     config = configured(**STORE, max_bytes=9, tenant="a", cpu_bytes_to_use=5, secondary_tiers=[{"type": "fs"}])
     # vLLM asks for the metrics before there is a connector, and for connectors of the scheduler and of the workers.
     assert connector.KvpackConnector.build_prom_metrics(config, 1, 2) == (1, 2)
@@ -792,7 +792,7 @@ def test_layers_of_several_groups_share_memory(one_group: Any) -> None:
 
 
 def test_the_layout_of_a_store_is_that_of_the_tensors(connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connector, "groups_of", lambda vllm_config, kv: [ATTENTION])
+    monkeypatch.setattr(connector, "offloaded_groups", lambda vllm_config, kv: [ATTENTION])
     one_group.kv_cache_groups.pop()
     blocks = torch.zeros(BLOCKS, HEADS, TOKENS, 2 * DIM)
     caches = {"layers.0.attn": blocks, "layers.1.attn": blocks}
@@ -811,7 +811,7 @@ def test_the_connector_refuses_other_versions(connector: Any, one_group: Any, mo
         asked.append(arguments)
         return [ATTENTION]
 
-    monkeypatch.setattr(connector, "groups_of", groups)
+    monkeypatch.setattr(connector, "offloaded_groups", groups)
     given: tuple[dict[str, Any], ...] = ({}, STORE)
     for version in ("0.320.0", "0.3", "1.0.32"):
         monkeypatch.setattr(connector.vllm, "__version__", version)

@@ -169,7 +169,7 @@ def test_powers_of_two_beyond_tiles_are_left_to_torch(element: str, spread: int,
     # Blocks of zeros lose nothing, whatever their scale.
     codes = codec.digits(side.runs[0].streams)[0]
     codes[..., 32:] = 0
-    zeros = Side(codec, PackedRuns.of([PackedRun(codec, 20, {**side.runs[0].streams, **codec.pack_digits(codes)})]), side.tail)
+    zeros = Side(codec, PackedRuns.from_runs([PackedRun(codec, 20, {**side.runs[0].streams, **codec.pack_digits(codes)})]), side.tail)
     check_attention(Layer(zeros, zeros), 1)
 
 
@@ -371,7 +371,7 @@ def test_rows_with_two_tokens_agree_with_exact_attention(k: str, v: str) -> None
     both = NARROW | WIDE
     k_codec, v_codec = codecs(both[k], both[v], (64, 64))
     layer = Layer(random_side(k_codec, 1, (1, 160), 0, 1), random_side(v_codec, 1, (161,), 0, 2))
-    assert any(loaders.dual_tiles_of(codec) for codec in (k_codec, v_codec))
+    assert any(loaders.find_dual_tiles(codec) for codec in (k_codec, v_codec))
     check_attention(layer, 2)
 
 
@@ -458,7 +458,7 @@ def test_the_norms_of_four_triplets_are_at_their_positions(dim: int) -> None:
     from kvpack.kernels.triton_internals import python_function
 
     codec = codecs("octahedral:b=4", "octahedral:b=4", (dim, dim))[0]
-    tiles = loaders.tiles_of(codec)
+    tiles = loaders.find_tiles(codec)
     assert tiles is not None
     assert tiles.table is not None
     packing, bits, table = tiles.constants.signs, tiles.constants.norm_index_bits, tiles.constants.norms

@@ -19,7 +19,7 @@ def test_a_bound_loader_is_identified_by_the_source_of_its_functions() -> None:
 
     names = []
     for codec in ("group:b=4,g=32", "group:b=4,g=32,token_scale=fp16", "scalar:b=3"):
-        tiles = loaders.tiles_of(parse_recipe(f"kv={codec}").codec(0, 1, "k", 128))
+        tiles = loaders.find_tiles(parse_recipe(f"kv={codec}").codec(0, 1, "k", 128))
         assert tiles is not None
         bound = bind(tiles, Mode(SharedTable(), False, True), None, (), False)
         for function in (bound.load, bound.decode, bound.factor):

@@ -393,7 +393,7 @@ def test_unsupported_calls_are_left_to_torch() -> None:
     assert transposed.k is not None
     page = transposed.k.runs[0]
     turned = {"values": page.streams["values"].transpose(2, 3).contiguous().transpose(2, 3)}
-    layer = Layer(replace(transposed.k, runs=PackedRuns.of([replace(page, streams=turned)])), transposed.v)
+    layer = Layer(replace(transposed.k, runs=PackedRuns.from_runs([replace(page, streams=turned)])), transposed.v)
     q = q.detach()
     assert attention.cpu_attention(q, layer) is None
     torch.testing.assert_close(kvpack.attend(q, layer), kvpack.attend(q, transposed), rtol=TOLERANCE, atol=TOLERANCE)

@@ -17,7 +17,7 @@ import kvpack
 from kvpack.coding import dispatch
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.formats.columns import Columns
-from kvpack.formats.errors import InvalidParameter, KvpackError, OutOfRange
+from kvpack.formats.errors import InvalidParameter, KvpackError, ValueTooLarge
 from kvpack.formats.norm_rule import relative_errors
 from support.caches import random_pairs
 from support.encode_columns_kernel import pack
@@ -285,7 +285,7 @@ RECIPES = (
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
     ("value", "error"),
-    [(float("nan"), InvalidParameter), (float("-inf"), InvalidParameter), (3e7, OutOfRange), (3e38, OutOfRange)],
+    [(float("nan"), InvalidParameter), (float("-inf"), InvalidParameter), (3e7, ValueTooLarge), (3e38, ValueTooLarge)],
     ids=str,
 )
 def test_the_same_values_are_refused_as_in_formats(
@@ -293,7 +293,7 @@ def test_the_same_values_are_refused_as_in_formats(
 ) -> None:
     x = contents("gaussian", (1, 2, 40, 64), 0)
     # Of either sign, so that a center of a group does not make up for it.
-    x[0, 1, 35, 63], x[0, 1, 35, 62] = value, -value if error is OutOfRange else 0.0
+    x[0, 1, 35, 63], x[0, 1, 35, 62] = value, -value if error is ValueTooLarge else 0.0
     messages = []
     for backend in dispatch.BACKENDS:
         monkeypatch.setenv(dispatch.VARIABLE, backend)

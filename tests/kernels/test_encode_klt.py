@@ -40,7 +40,7 @@ CASES = [
 
 
 def klt(dim: int, widths: bytes, gain: str = "fp16", rows: str = "basis") -> Klt:
-    return Klt.of(dim, bytes(range(32)), 0, "k", widths, gain, rows, BasisRows(random_rows(HEADS, dim, "k")[None]))
+    return Klt.from_widths(dim, bytes(range(32)), 0, "k", widths, gain, rows, BasisRows(random_rows(HEADS, dim, "k")[None]))
 
 
 def values(dim: int, dtype: str, batch: int, tokens: int) -> torch.Tensor:

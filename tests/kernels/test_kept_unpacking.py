@@ -85,7 +85,7 @@ def test_copies_of_streams_are_not_cached(codec: str) -> None:
     page = side.runs[0]
     # Rows of every second place in memory.
     apart = {name: torch.stack([stream, stream], 3)[:, :, :, 0] for name, stream in page.streams.items()}
-    side = replace(side, runs=PackedRuns.of([replace(page, streams=apart)]))
+    side = replace(side, runs=PackedRuns.from_runs([replace(page, streams=apart)]))
     assert torch.equal(unpacked_side(side), expected)
     assert side not in sides._cached
 

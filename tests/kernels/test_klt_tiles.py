@@ -102,7 +102,7 @@ def test_raw_tokens_agree_with_exact_attention(tail: int) -> None:
             x = torch.randn(2, 2, page.tokens, codec.dim, generator=torch.Generator().manual_seed(number))
             _, own = kept.sidecars[0].encode(x, chosen, 1)  # type: ignore[attr-defined]
             pages.append(PackedRun(kept, page.tokens, {**page.streams, **own}))
-        layer.append(Side(kept, PackedRuns.of(pages), side.tail))
+        layer.append(Side(kept, PackedRuns.from_runs(pages), side.tail))
     check_attention(Layer(*layer), 4)
     check_attention(Layer(*layer), 2, q_len=3)
     from kvpack.kernels.attend import segments
@@ -171,13 +171,13 @@ def test_bases_of_any_scale_agree_with_exact_attention(scale: float) -> None:
 
 def test_values_beyond_tiles_are_left_to_torch() -> None:
     from kvpack.kernels.attend import attention
-    from kvpack.kernels.tiles.loaders import tiles_of
+    from kvpack.kernels.tiles.loaders import find_tiles
 
     k, v = klt(32, bytes([4, 1]), scale=2.0**30), klt(32, bytes([1, 3]), "v")
     layer = Layer(*(side.to(DEVICE) for side in sides(k, v)))
     assert not attention.supports(torch.zeros(1, 4, 1, 32, device=DEVICE), layer)
     with pytest.raises(MissingBasis, match="keys of layer 0 of the basis"):
-        tiles_of(replace(klt(32, bytes([2, 2])), source=None))
+        find_tiles(replace(klt(32, bytes([2, 2])), source=None))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this test checks compiled kernels")

@@ -296,7 +296,7 @@ def test_pages_of_a_layer_may_have_streams_in_different_orders() -> None:
         for side in both.sides.values():
             first, second = side.runs
             assert len(second.streams) > 1
-            sides.append(replace(side, runs=PackedRuns.of([first, replace(second, streams=dict(reversed(second.streams.items())))])))
+            sides.append(replace(side, runs=PackedRuns.from_runs([first, replace(second, streams=dict(reversed(second.streams.items())))])))
         return Layer(*sides)
 
     q = torch.randn(1, 2, 70, 64, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(DEVICE)

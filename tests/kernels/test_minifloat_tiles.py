@@ -22,7 +22,7 @@ def every_product(dim: int, run_scale: float) -> Side:
     scales = (31 * torch.arange(dim // 16) + token) % 127
     streams = {**codec.pack("codes", codes[None, None]), "block_scales": scales.to(torch.uint8)[None, None]}
     page = PackedRun(codec, 127, {**streams, "global_scale": torch.full((1, 1, 1), run_scale)})
-    return Side(codec, PackedRuns.of([page]), torch.zeros(1, 1, 0, dim, dtype=torch.bfloat16))
+    return Side(codec, PackedRuns.from_runs([page]), torch.zeros(1, 1, 0, dim, dtype=torch.bfloat16))
 
 
 @pytest.mark.kernels
@@ -57,7 +57,7 @@ def test_zeros_with_the_largest_scale_stay_zeros(words: str) -> None:
     given = {name: torch.zeros_like(page.streams[name]) for name in page.streams if name.startswith(("codes", "qjl_norm"))}
     name = "global_scale" if "e4m3" in words else "scale"
     given[name] = torch.full_like(page.streams[name], 3e38)
-    zeros = replace(side, runs=PackedRuns.of([replace(page, streams={**page.streams, **given})]))
+    zeros = replace(side, runs=PackedRuns.from_runs([replace(page, streams={**page.streams, **given})]))
     # Scores of zero: the values' mean.
     check_attention(Layer(zeros, random_side(codec, 1, (20,), 0, 2)), 1)
     attended = kvpack.attend(torch.ones(1, 1, 1, 64, device=DEVICE), Layer(random_side(codec, 1, (20,), 0, 2), zeros).to(DEVICE))
@@ -73,4 +73,4 @@ def test_run_scales_of_any_size(run_scale: float) -> None:
     side = random_side(codec, 1, (40, 33), 0, 1)
     last = side.runs[-1]
     scaled = replace(last, streams={**last.streams, "global_scale": last.streams["global_scale"] * run_scale})
-    check_attention(Layer(random_side(raw, 1, (40, 33), 0, 2), replace(side, runs=PackedRuns.of([*side.runs[:-1], scaled]))), 1)
+    check_attention(Layer(random_side(raw, 1, (40, 33), 0, 2), replace(side, runs=PackedRuns.from_runs([*side.runs[:-1], scaled]))), 1)

@@ -95,7 +95,7 @@ def test_means_agree_for_many_pages() -> None:
 def test_means_agree_with_two_tokens_per_row(v: str, mean: int) -> None:
     """Tiles are within one page of means or in several. The two tokens of a row are neighbors only if both sides have such rows."""
     k_codec, v_codec = codecs(f"scalar:b=2,mean={mean},mean_bits=4", v, (64, 64))
-    found = loaders.dual_tiles_of(k_codec)
+    found = loaders.find_dual_tiles(k_codec)
     assert found is not None
     assert found.means is not None
     check_attention(Layer(random_side(k_codec, 2, (300, 33), 9, 1), random_side(v_codec, 2, (333,), 9, 2)), 4)
@@ -332,7 +332,7 @@ def test_patches_and_tables_fit_in_shared_memory() -> None:
     from kvpack.kernels.tiles.shapes import MULTIPROCESSOR_BYTES, STATIC_SHARED_BYTES, LaunchShape, plan_patches
 
     k_codec, v_codec = codecs("group:b=4,g=128,axis=channel,outliers=3", "quaternion:s=24,r=3,outliers=3", (128, 256))
-    k, v = loaders.tiles_of(k_codec), loaders.tiles_of(v_codec)
+    k, v = loaders.find_tiles(k_codec), loaders.find_tiles(v_codec)
     assert k is not None
     assert v is not None
     given = (1, 32, 8, 0), (2, 64, 4, 0), (2, 64, 4, 36 << 10), (4, 32, 2, 40 << 10), (4, 64, 2, 40 << 10)
@@ -364,7 +364,7 @@ def test_pages_with_channel_scales_agree_with_a_raw_tail() -> None:
         PackedRun(scaled, page.tokens, {**page.streams, STREAM: (factor * shares).to(torch.float16)})
         for page, factor in zip(plain.runs, (8.0, 0.25), strict=True)
     )
-    layer = Layer(Side(scaled, PackedRuns.of(pages), plain.tail), random_side(v_codec, 2, (64, 32), 9, 2, batch=2))
+    layer = Layer(Side(scaled, PackedRuns.from_runs(pages), plain.tail), random_side(v_codec, 2, (64, 32), 9, 2, batch=2))
     check_attention(layer, 4, q_len=3)
     # Kernels multiply the query by the factors, so that a CUDA graph may hold the whole call.
     assert attention.prepare(torch.randn(2, 4, 1, 64), layer, Options(0.125)).runs_only_kernels

@@ -133,7 +133,7 @@ def test_every_page_has_its_own_channel_scales(codec: str, dim: int) -> None:
         scales = torch.rand(2, 2, 1, dim, generator=torch.Generator().manual_seed(number)) * 8 + 0.1
         scales = scales.to(torch.float16 if "fp16" in codec else torch.float32)
         pages.append(replace(page, codec=made, streams={**page.streams, "channel_scale": scales}))
-    side = Side(made, PackedRuns.of(pages), torch.zeros(2, 2, 0, dim))
+    side = Side(made, PackedRuns.from_runs(pages), torch.zeros(2, 2, 0, dim))
     expected = side.unpack(torch.float32)
     assert relative_error(fused(side, torch.bfloat16), expected) < EXACT[torch.bfloat16] / 2 + 2.0**-12
     assert relative_error(fused(side.slice(130, 390), torch.float16), expected[:, :, 130:390]) < 2.0**-11
@@ -189,7 +189,7 @@ def test_values_beyond_binary16_are_rotated(size: float) -> None:
     made, _ = codecs("scalar:b=3,norm=fp32", "raw", (64, 64))
     page = random_page(made, 1, 2, 40, 3)
     page.streams["norm"].mul_(size)
-    side = Side(made, PackedRuns.of([page]), torch.zeros(1, 2, 0, 64))
+    side = Side(made, PackedRuns.from_runs([page]), torch.zeros(1, 2, 0, 64))
     assert relative_error(fused(side, torch.bfloat16), side.unpack(torch.float32)) < EXACT[torch.bfloat16] / 2 + 2.0**-12
 
 

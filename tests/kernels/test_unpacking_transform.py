@@ -141,7 +141,7 @@ def test_factors_equal_those_of_formats_bit_for_bit(dim: int, chunk: int, held: 
     factors = into.values.to("cpu", torch.float32).view(-1, heads * dim * chunk)
     for number, (begin, listed) in enumerate(zip(chunks.begins.tolist(), into.counts.tolist(), strict=True)):
         own = slice((begin + 1) // 2, (begin + 1) // 2 + listed)
-        places = into.places[own].cpu()
+        places = into.escape_indices[own].cpu()
         assert not factors[number // heads, places].any()
         factors[number // heads, places] = into.levels[own].to("cpu", torch.float32)
     assert into.counts.any()

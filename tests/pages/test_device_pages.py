@@ -511,7 +511,7 @@ def test_rows_in_host_memory_equal_those_of_the_host() -> None:
     for rows in (buffers, [bytes(row) for row in buffers]):
         target, found = on_device(WIDE, 2, seed=5)
         before = [x.clone() for x in found]
-        outcomes = codec.decode_into(rows, target, [0, 1], values=True)
+        outcomes = codec.decode_into(rows, target, [0, 1], check_values=True)
         assert [type(outcome) for outcome in outcomes] == [type(None), DigestMismatch]
         for x, y, old in zip(found, host_decoded(codec, expected), before, strict=True):
             assert torch.equal(x[0].cpu(), y[0])

@@ -52,7 +52,7 @@ def test_every_call_of_a_codec_keeps_the_hosts_settings(recipe: str, monkeypatch
             kept = recipe == "bf16"
             assert [one is None for one in codec.encode_into(pages, range(3), rows, keys=KEYS)] == [True, True, kept]
             assert codec.start_encode(pages, [0, 1], rows[:2], keys=KEYS[:2]).outcomes() == [None, None]
-            assert codec.check(rows[:2], keys=KEYS[:2], values=True) == [None, None]
+            assert codec.check(rows[:2], keys=KEYS[:2], check_values=True) == [None, None]
             assert [one is None for one in codec.decode_into(rows, target, range(3), keys=KEYS)] == [True, True, kept]
             assert codec.start_decode(rows[:1], target, [2]).outcomes() == [None]
             for wrong in (lambda: codec.encode_into(pages, [9], rows[:1]), lambda: codec.decode_into(rows[:2], target, [0, 0])):

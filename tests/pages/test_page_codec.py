@@ -99,7 +99,7 @@ def test_tokens_with_low_norms_get_slots(recipe: str) -> None:
         sides = "v" if recipe.startswith("k=raw") else "kv"
         assert codec.raw_tokens_left_out == len(sides)
         target, found = empty_buffer(geometry, 3)
-        assert codec.decode_into(rows, target, range(3), values=True) == [None] * 3
+        assert codec.decode_into(rows, target, range(3), check_values=True) == [None] * 3
         for side in sides:
             own, given = (x["kv".index(side)] for x in (found, (k, v)))
             for (page, layer), tokens in low.items():
@@ -115,7 +115,7 @@ def test_tokens_with_low_norms_get_slots(recipe: str) -> None:
         begin, _ = codec.layout.places["1.v.raw_positions"]
         row[begin : begin + 8] = bytes([200, 0, 0, 0, 0, 0, 0, 0])
         rows_of.write_checksum(memoryview(row))
-        (error,) = codec.decode_into([row], target, [0], values=True)
+        (error,) = codec.decode_into([row], target, [0], check_values=True)
         assert isinstance(error, InvalidPayload)
 
 
@@ -169,7 +169,7 @@ def test_a_token_that_fits_neither_scales_nor_means_is_raw_if_a_slot_is_free(rec
         x[1, 1, 1, 5, 9] = value
         assert codec.encode_into(pages, [0, 1], rows) == [None, None]
         assert codec.raw_tokens_left_out == 0
-        assert codec.check(rows, values=True) == [None, None]
+        assert codec.check(rows, check_values=True) == [None, None]
         decoded = decoded_side(codec, geometry, rows, side)
     assert torch.equal(decoded[1, 1, :, 5], x[1, 1, :, 5].float())
     others = [token for token in range(64) if token != 5]
@@ -219,7 +219,7 @@ def test_a_head_whose_norms_round_to_zero_is_reported(recipe: str, slots: list[i
             codec.encode_into(pages, slots, rows)
         assert len(caught) == 1
         assert codec.raw_tokens_left_out == 0
-        assert codec.check(rows, values=True) == [None] * len(slots)
+        assert codec.check(rows, check_values=True) == [None] * len(slots)
 
 
 def decoded_side(codec: PageCodec, geometry: PageGeometry, rows: torch.Tensor, side: str) -> torch.Tensor:
@@ -254,7 +254,7 @@ def test_a_page_with_a_basis_decodes_to_the_same_values_as_a_cache(recipe: str) 
     made = torch.empty(2, codec.nbytes, dtype=torch.uint8)
     assert codec.encode_into(pages, [0, 1], made) == [None, None]
     target, found = empty_buffer(SMALL, 2)
-    assert codec.decode_into(made, target, [1, 0], values=True) == [None, None]
+    assert codec.decode_into(made, target, [1, 0], check_values=True) == [None, None]
     for slot, source in ((1, 0), (0, 1)):
         cache = kvpack.pack([(given[0][source, n][None], given[1][source, n][None]) for n in range(SMALL.layers)], by_basis)
         for n, layer in enumerate(cache):
@@ -278,7 +278,7 @@ def test_the_hosts_settings_have_no_effect_and_are_kept(recipe: str, monkeypatch
             assert codec.encode_into(pages, range(3), rows) == [None] * 3
             for x in found:
                 x.zero_()
-            assert codec.decode_into(rows, target, range(3), values=True) == [None] * 3
+            assert codec.decode_into(rows, target, range(3), check_values=True) == [None] * 3
         return [bytes(row) for row in rows], [x.clone() for x in found]
 
     pages, _ = filled_buffer(SMALL, 3)
@@ -506,7 +506,7 @@ def test_arbitrary_bytes_with_a_correct_checksum_are_refused_or_decoded(recipe: 
             if at not in pads and source.random() < share:
                 planted[at] = source.randrange(256)
         rows_of.write_checksum(memoryview(planted))
-        (checked,) = codec.decode_into([planted], target, [0], values=True)
+        (checked,) = codec.decode_into([planted], target, [0], check_values=True)
         assert checked is None or isinstance(checked, InvalidPayload)
         assert codec.decode_into([planted], target, [0]) == [None]
         assert share or (checked is None and found[0].any())
@@ -534,7 +534,7 @@ def test_rows_name_their_page() -> None:
     target, found = empty_buffer(SMALL, 1)
     row = bytearray(codec.nbytes)
     codec.encode_into(pages, [0], [row], keys=[b"a key"])
-    assert codec.decode_into([row], target, [0], keys=[b"a key"], values=True) == codec.decode_into([row], target, [0]) == [None]
+    assert codec.decode_into([row], target, [0], keys=[b"a key"], check_values=True) == codec.decode_into([row], target, [0]) == [None]
     found[0].zero_()
     for refused in (
         codec.decode_into([row], target, [0], keys=[b"another"])[0],

@@ -169,7 +169,7 @@ def test_both_readers_agree_on_arbitrary_digits(tmp_path_factory: pytest.TempPat
     runs = [source.randint(1, 3 + codec.group_tokens) for _ in range(source.randint(0, most))]
     made = [random_page(codec, batch, heads, run, source) for run in runs]
     tail = torch.randn(batch, heads, source.randint(0, 2), codec.dim).to(torch.bfloat16)
-    cache = Cache((Layer(Side(codec, PackedRuns.of(page for page, _ in made), tail, 0), None),), "test", {}, start=0)
+    cache = Cache((Layer(Side(codec, PackedRuns.from_runs(page for page, _ in made), tail, 0), None),), "test", {}, start=0)
     folder = tmp_path_factory.mktemp("digits")
     side = assert_decoded_alike(saved(cache, folder), folder).layers[0]["k"]
     all_packings = codec.packings() | sidecar_packings(codec)
@@ -198,7 +198,7 @@ def test_both_readers_agree_on_arbitrary_levels_of_transform(
     batch, runs = source.randint(1, 2), [source.randint(1, 40) for _ in range(source.randint(0, 2))]
     pages = tuple(random_page(codec, batch, heads, run, source)[0] for run in runs)
     tail = torch.randn(batch, heads, source.randint(0, 2), dim).to(torch.bfloat16)
-    sides = {side: Side(codec, PackedRuns.of(pages), tail, 0)}
+    sides = {side: Side(codec, PackedRuns.from_runs(pages), tail, 0)}
     folder = tmp_path_factory.mktemp("levels")
     data = saved(Cache((Layer(sides.get("k"), sides.get("v")),), "test", {}, start=0), folder)
     loaded = kvpack.load(folder / "saved.kvpack", basis=Basis.from_bytes(file))
@@ -259,7 +259,7 @@ def one_side(codec: Codec, runs: tuple[int, ...] = (2,), tail: int = 1) -> bytes
     source = random.Random(codec.id)
     pages = tuple(random_page(codec, 1, 2, run, source)[0] for run in runs)
     ones = torch.ones(1, 2, tail, codec.dim).to(torch.bfloat16)
-    cache = Cache((Layer(Side(codec, PackedRuns.of(pages), ones, 0), None),), "test", {"name": "x"}, start=3)
+    cache = Cache((Layer(Side(codec, PackedRuns.from_runs(pages), ones, 0), None),), "test", {"name": "x"}, start=3)
     with tempfile.TemporaryDirectory() as folder:
         return saved(cache, Path(folder))
 
@@ -573,7 +573,7 @@ def test_an_empty_frame_is_a_tensor_without_bytes() -> None:
 
 def test_a_cache_is_not_a_basis() -> None:
     def by(basis: bytes) -> Any:
-        codec = Klt.of(16, hashlib.sha256(basis).digest(), 0, "k", b"\2")
+        codec = Klt.from_widths(16, hashlib.sha256(basis).digest(), 0, "k", b"\2")
         return decoder.read(one_side(codec), None, [basis])
 
     parts = Parts.of(random_basis({(0, "k"): (2, 16)}, 1))

@@ -19,7 +19,7 @@ from kvpack.file import container
 from kvpack.file.front import parse_header
 from kvpack.file.header import Contents
 from kvpack.file.position_offsets import FEATURE
-from kvpack.file.row import build_front, frame_of
+from kvpack.file.row import build_front, read_frame
 from kvpack.formats import codec_from_params
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, LimitExceeded, UnsupportedVersion
 from kvpack.pages import PageCodec, PageGeometry
@@ -184,7 +184,7 @@ def test_parts_of_a_frame_have_their_sizes() -> None:
     row = bytearray(build_front(codec.layout, bytes(32), bytes(32)) + bytes(codec.nbytes - codec.layout.payload))
     row[16] += 1
     with pytest.raises(InvalidHeader, match=f"its length is {codec.nbytes + 1}, expected a multiple of 64"):
-        frame_of(memoryview(row), "a row")
+        read_frame(memoryview(row), "a row")
 
 
 def test_frames_of_keys_have_at_most_1024_channels() -> None:

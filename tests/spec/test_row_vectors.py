@@ -93,7 +93,7 @@ def test_both_readers_decode_a_row_to_its_values(file: str) -> None:
     codec = PageCodec(Recipe.from_recorded(read.page.recipe, *given), geometry, namespace=NAMESPACE)
     shape = (1, geometry.layers, geometry.heads, geometry.tokens)
     made = [torch.zeros(*shape, dim).to(geometry.torch_dtype) for dim in geometry.dims.values()]
-    assert codec.decode_into([data], PageBuffer(geometry, *made), [0], keys=[KEY], values=True) == [None]
+    assert codec.decode_into([data], PageBuffer(geometry, *made), [0], keys=[KEY], check_values=True) == [None]
     opaque = sides[0].codec.id == "opaque"
     found = [x[0, layer] for layer in range(geometry.layers) for x in made]
     flat = torch.cat([(x.view(torch.uint8) if opaque else x).flatten().float() for x in found]).numpy()

@@ -44,7 +44,7 @@ def test_changed_bytes_are_noticed_with_and_without_templates(tmp_path: Path, mo
     paths = [tmp_path / key.hex()[0] / key.hex()[1] / key.hex() for key in keys]
     data, matched = [path.read_bytes() for path in paths], 0
     with open_entry(data[0], keys[0]) as file:
-        template = HeaderTemplate.of(file, FEATURE)
+        template = HeaderTemplate.from_file(file, FEATURE)
     assert template.match(memoryview(data[1])) is not None
     for place in range(template.payload):
         changed = bytearray(data[1])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kvpack
-from kvpack.store.entry_kind import Kind
+from kvpack.store.entry_kind import EntryKind
 from support.store_matrix.matrix import FAULTS, KINDS, run_cell
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ MUTANTS: dict[str, tuple[str, str, Any]] = {
     "errors are raised": ("errno", "kvpack.store.counters.Counters.fault", _raise),
     "no sync of folders": ("power loss", "kvpack.file.atomic.sync_folder", lambda folder: None),
     "exhausted memory raises an error": ("memory limit", "kvpack.store.counters.Counters.fault", _raise),
-    "what is there is right": ("two users", "kvpack.store.directory.probe_kind", lambda *_: Kind.READABLE),
+    "what is there is right": ("two users", "kvpack.store.directory.probe_kind", lambda *_: EntryKind.READABLE),
     "no locks": ("PID namespaces", "kvpack.store.eviction.sweep", _remove),
     "no tenant in the key": ("isolation", "kvpack.identity.identity.Identity.digest", property(_without_tenant)),
 }

@@ -24,7 +24,7 @@ from kvpack.file import container
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store.encryption import Cipher
 from kvpack.store.entries import FEATURE, to_pieces
-from kvpack.store.entry_kind import MAGIC, EntryFormat, Kind, encrypted_bytes
+from kvpack.store.entry_kind import MAGIC, EntryFormat, EntryKind, encrypted_bytes
 from kvpack.store.keys import chunk_links, token_bytes
 from support import warm_python
 from support.store_caches import CHUNK, IDENTITY, KEYS, OTHER_KEYS, cache, entry_of, is_same_prefix, open_store, prompt, save
@@ -213,25 +213,27 @@ def test_entries_planted_under_another_name_are_not_listed(tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("form", "beginning", "size", "kind"),
     [
-        (EntryFormat(), b"\0" * 8 + b'{"__metadata__":{"format":"kvpack","kvpack":"1 ', 5000, Kind.READABLE),
-        (EntryFormat(), b"\0" * 8 + b'{"__metadata__":{"format":"kvpack","kvpack":"7 ', 5000, Kind.READABLE),
-        (EntryFormat(), bytes(512), 5000, Kind.JUNK),
-        (EntryFormat(), b"", 0, Kind.JUNK),
-        (EntryFormat(max_bytes=4999), b"\0" * 8 + b'{"__metadata__":{"format":"kvpack","kvpack":"1 ', 5000, Kind.JUNK),
-        (EntryFormat(), MAGIC + b"\1k", 5000, Kind.FOREIGN),
-        (EntryFormat(), b"kvpack-encrypted 12\n", 5000, Kind.FOREIGN),
-        (EntryFormat(), b"kvpack-encrypted 0\n", 5000, Kind.JUNK),
-        (EntryFormat(key_ids=frozenset({b"k"})), MAGIC + b"\1k", 5000, Kind.READABLE),
-        (EntryFormat(key_ids=frozenset({b"k"})), MAGIC + b"\1k", encrypted_bytes(b"k", 0), Kind.READABLE),
-        (EntryFormat(key_ids=frozenset({b"k"})), MAGIC + b"\1k", encrypted_bytes(b"k", 0) - 1, Kind.JUNK),
-        (EntryFormat(key_ids=frozenset({b"k"})), MAGIC + b"\2k", 21, Kind.JUNK),
-        (EntryFormat(key_ids=frozenset({b"k"})), MAGIC, 5000, Kind.JUNK),
-        (EntryFormat(key_ids=frozenset({b"k"})), MAGIC + b"\1l", 5000, Kind.FOREIGN),
-        (EntryFormat(key_ids=frozenset({b"k"})), b"\0" * 8 + b'{"__metadata__":{"format":"kvpack","kvpack":"1 ', 5000, Kind.JUNK),
+        (EntryFormat(), b"\0" * 8 + b'{"__metadata__":{"format":"kvpack","kvpack":"1 ', 5000, EntryKind.READABLE),
+        (EntryFormat(), b"\0" * 8 + b'{"__metadata__":{"format":"kvpack","kvpack":"7 ', 5000, EntryKind.READABLE),
+        (EntryFormat(), bytes(512), 5000, EntryKind.JUNK),
+        (EntryFormat(), b"", 0, EntryKind.JUNK),
+        (EntryFormat(max_bytes=4999), b"\0" * 8 + b'{"__metadata__":{"format":"kvpack","kvpack":"1 ', 5000, EntryKind.JUNK),
+        (EntryFormat(), MAGIC + b"\1k", 5000, EntryKind.FOREIGN),
+        (EntryFormat(), b"kvpack-encrypted 12\n", 5000, EntryKind.FOREIGN),
+        (EntryFormat(), b"kvpack-encrypted 0\n", 5000, EntryKind.JUNK),
+        (EntryFormat(key_ids=frozenset({b"k"})), MAGIC + b"\1k", 5000, EntryKind.READABLE),
+        (EntryFormat(key_ids=frozenset({b"k"})), MAGIC + b"\1k", encrypted_bytes(b"k", 0), EntryKind.READABLE),
+        (EntryFormat(key_ids=frozenset({b"k"})), MAGIC + b"\1k", encrypted_bytes(b"k", 0) - 1, EntryKind.JUNK),
+        (EntryFormat(key_ids=frozenset({b"k"})), MAGIC + b"\2k", 21, EntryKind.JUNK),
+        (EntryFormat(key_ids=frozenset({b"k"})), MAGIC, 5000, EntryKind.JUNK),
+        (EntryFormat(key_ids=frozenset({b"k"})), MAGIC + b"\1l", 5000, EntryKind.FOREIGN),
+        (EntryFormat(key_ids=frozenset({b"k"})), b"\0" * 8 + b'{"__metadata__":{"format":"kvpack","kvpack":"1 ', 5000, EntryKind.JUNK),
     ],
     ids=str,
 )
-def test_the_form_of_an_entry_is_recognized_by_its_beginning_and_size(form: EntryFormat, beginning: bytes, size: int, kind: Kind) -> None:
+def test_the_form_of_an_entry_is_recognized_by_its_beginning_and_size(
+    form: EntryFormat, beginning: bytes, size: int, kind: EntryKind
+) -> None:
     assert form.kind(beginning, size) is kind
 
 

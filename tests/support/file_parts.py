@@ -193,7 +193,7 @@ def random_side(
     source = random.Random(f"{codec!r} {seed}")
     pages = tuple(random_page(codec, batch, heads, run, source)[0] for run in runs)
     values = torch.tensor([source.gauss(0, 1) for _ in range(batch * heads * tail * codec.dim)])
-    return Side(codec, PackedRuns.of(pages), values.view(batch, heads, tail, codec.dim).to(RAW_DTYPES[tail_dtype]), 0)
+    return Side(codec, PackedRuns.from_runs(pages), values.view(batch, heads, tail, codec.dim).to(RAW_DTYPES[tail_dtype]), 0)
 
 
 def file_of(

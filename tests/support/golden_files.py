@@ -160,7 +160,7 @@ def golden_cache(name: str, codecs: dict[str, Codec]) -> Cache:
         every = 0 if name.endswith("no-entries") else 3
         pages = tuple(PackedRun(codec, run, _streams(codec, batch, heads, run, generator, every)) for run in side_runs)
         raw = _halves(generator, (batch, heads, tail, codec.dim)).to(RAW_DTYPES[tail_dtype])
-        sides[side] = Side(codec, PackedRuns.of(pages), raw, Recipe(recipe).window)
+        sides[side] = Side(codec, PackedRuns.from_runs(pages), raw, Recipe(recipe).window)
     return Cache((Layer(sides.get("k"), sides.get("v")),), recipe, {"name": name}, start=len(name))
 
 

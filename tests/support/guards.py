@@ -60,7 +60,7 @@ OTHER_FUNCTIONS = {
     "choose_range",
     "default_fields",
     "check_state",
-    "features_of",
+    "list_features",
     "lloyd_max",
     "from_options",
     "pieces",
@@ -70,7 +70,7 @@ OTHER_FUNCTIONS = {
     "_flat_bytes",
 }
 """Functions that no reader calls. They encode, create codecs for recipes, write files, or accept bases."""
-OTHER_ERRORS = {"OutOfRange", "InvalidOption", "OutOfBounds"}
+OTHER_ERRORS = {"ValueTooLarge", "InvalidOption", "OutOfBounds"}
 """Errors of encoders, recipes and callers, which are not refusals."""
 
 BOUNDS = {"check_integer": 2, "check_range": 3, "require_integer": 1, "is_integer": 1, "range": 0}

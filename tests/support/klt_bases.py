@@ -57,7 +57,7 @@ def klt(dim: int, widths: bytes, side: str = "k", heads: int = 2, gain: str = "f
     found = random_rows(heads, dim, side).clone()
     found[:, 1 : 1 + dim] *= scale
     digest = hashlib.sha256(f"{dim} {heads} {side} {scale}".encode()).digest()
-    return Klt.of(dim, digest, 0, side, widths, gain, rows, BasisRows(found[None]))
+    return Klt.from_widths(dim, digest, 0, side, widths, gain, rows, BasisRows(found[None]))
 
 
 @cache
@@ -123,12 +123,12 @@ def with_random_basis(codec: Codec, widths: bytes | None = None) -> Klt:
     assert isinstance(codec, Klt)
     chosen = widths_for(codec.dim) if widths is None else widths
     source = AnyHeads(random_rows(1, codec.dim, "any")[None])
-    return Klt.of(codec.dim, codec.basis, codec.layer, codec.side, chosen, codec.gain, codec.rows, source)
+    return Klt.from_widths(codec.dim, codec.basis, codec.layer, codec.side, chosen, codec.gain, codec.rows, source)
 
 
 def with_widths_of_heads(codec: Klt, widths: bytes) -> Klt:
     """Return the codec with separate ``widths`` for each head, one for each run of 8 columns."""
-    return Klt.of(codec.dim, codec.basis, codec.layer, codec.side, widths, codec.gain, codec.rows, codec.source, per_head=True)
+    return Klt.from_widths(codec.dim, codec.basis, codec.layer, codec.side, widths, codec.gain, codec.rows, codec.source, per_head=True)
 
 
 def random_basis(
@@ -219,5 +219,5 @@ def transform_of(basis: Basis, layer: int, side: str, step: int, chunk: int = 16
 def codec_of(basis: Basis, layer: int, side: str, widths: bytes, gain: str = "fp16", *, with_basis: bool = False) -> Klt:
     """Return the klt codec for a side of ``basis``. It contains the basis if ``with_basis``."""
     rows = basis.rows(layer, side)
-    codec = Klt.of(rows.dim, basis.digest, layer, side, widths, gain, "basis", rows)
+    codec = Klt.from_widths(rows.dim, basis.digest, layer, side, widths, gain, "basis", rows)
     return codec if with_basis else replace(codec, source=None)

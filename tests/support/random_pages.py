@@ -61,4 +61,4 @@ def sides(draw: DrawFn, batch: int, heads: int, tokens: int, side: str, family: 
         replace(page, streams={name: with_gaps(stream) for name, stream in page.streams.items()}) for part in parts for page in part.runs
     ]
     dtype = draw(st.sampled_from((torch.bfloat16, torch.float16, torch.float32)))
-    return replace(parts[0], runs=PackedRuns.of(pages), tail=with_poisoned_padding(x[:, :, edges[-1] :].to(dtype)))
+    return replace(parts[0], runs=PackedRuns.from_runs(pages), tail=with_poisoned_padding(x[:, :, edges[-1] :].to(dtype)))

@@ -107,7 +107,7 @@ def random_sidecars(codec: CodecWithSidecars, batch: int, heads: int, tokens: in
 def random_side(codec: Codec, heads: int, runs: tuple[int, ...], tail: int, seed: int, batch: int = 1) -> Side:
     pages = tuple(random_page(codec, batch, heads, tokens, seed + number) for number, tokens in enumerate(runs))
     rows = torch.randn(batch, heads, tail, codec.dim, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
-    return Side(codec, PackedRuns.of(pages), rows)
+    return Side(codec, PackedRuns.from_runs(pages), rows)
 
 
 def exact_attention(q: torch.Tensor, layer: Layer, *, scale: float | None = None, causal: bool = True, **mode: Any) -> torch.Tensor:

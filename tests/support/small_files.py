@@ -11,7 +11,7 @@ import torch
 
 from kvpack.file import container
 from kvpack.file.header import Contents, LayerEntry, SideEntry, layout_bytes
-from kvpack.file.layer_states import StateEntry, features_of
+from kvpack.file.layer_states import StateEntry, list_features
 from kvpack.formats.raw import DTYPES
 from support.strategies import create
 
@@ -69,7 +69,7 @@ def contents(kind: str) -> Contents:
         runs = side(0, runs=(3, 2), entries=(("outliers", 3 + 2),), tail=1)
         return Contents(codecs=(k, v), layers=(LayerEntry(runs, side(1, 5, entries=(("raw_tokens", 2),), tail=1)),))
     if kind == "states":
-        required, ignorable = features_of([StateEntry(0, "conv.0", "BF16", (1, 3, 4)), StateEntry(1, "recurrent.0", "F32", (1, 5))])
+        required, ignorable = list_features([StateEntry(0, "conv.0", "BF16", (1, 3, 4)), StateEntry(1, "recurrent.0", "F32", (1, 5))])
         layers = (LayerEntry(None, None), LayerEntry(side(0), side(1)))
         return Contents(codecs=(keys, values), layers=layers, required=required, ignorable=ignorable)
     return Contents(codecs=(keys, values), layers=(LayerEntry(side(0, 0), side(1, 0)), LayerEntry(side(0, 1), None)))

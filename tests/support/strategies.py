@@ -17,7 +17,7 @@ from kvpack.cache.packed_runs import PackedRun
 from kvpack.formats import CODECS, codec_from_params, create_codec
 from kvpack.formats import SIDECARS as ORDER
 from kvpack.formats.columns import MAX_BASE, MAX_COLUMN_BYTES, MAX_COLUMN_VALUES, Columns, is_power_of_two
-from kvpack.formats.errors import InvalidParameter, OutOfRange
+from kvpack.formats.errors import InvalidParameter, ValueTooLarge
 from kvpack.formats.group import TOKEN_SCALES
 from kvpack.formats.norm_rule import NORM_RULES
 from kvpack.formats.options import Options
@@ -309,7 +309,7 @@ def check_round_trip(codec: Codec, x: torch.Tensor) -> bool:
     batch, heads, tokens, _ = x.shape
     try:
         streams = codec.encode(with_poisoned_padding(x))
-    except OutOfRange:
+    except ValueTooLarge:
         # The largest 8-bit norm is 469.5.
         smallest = 0.4 * MAX_LOG8 / codec.dim**0.5 if getattr(codec.without_sidecars, "norm", "") == LOG8 else SMALLEST_REFUSED
         assert x.abs().max() > smallest, "the encoder refused a value of ordinary size as too large"

@@ -21,7 +21,7 @@ def keys(first: int, seed: int = 1) -> torch.Tensor:
 
 def moments(first: int) -> KeyMoments:
     q = keys(first, 2)[0].double()
-    return KeyMoments.of(keys(first), q.mT @ q, TOKENS, ROPE)
+    return KeyMoments.from_keys(keys(first), q.mT @ q, TOKENS, ROPE)
 
 
 def test_starts_cover_the_positions() -> None:

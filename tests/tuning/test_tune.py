@@ -20,7 +20,7 @@ from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.evaluation import models, twins, windows
 from kvpack.evaluation.models import window, window_starts
-from kvpack.formats.errors import InvalidParameter, MissingBasis, OutOfRange
+from kvpack.formats.errors import InvalidParameter, MissingBasis, ValueTooLarge
 from kvpack.models import load_model, model_folder
 from kvpack.tuning import calibrate, candidates, greedy, journal, measurement, results, search, tune
 from kvpack.tuning.allocation import format_ranges, recipe_clauses, recipe_text, uniform_allocation
@@ -330,7 +330,7 @@ class Prices:
 
     def __init__(self, sizes: Any) -> None:
         self.sizes = self.packed = sizes
-        self.places = list(sizes)
+        self.tensor_keys = list(sizes)
         self.left_out: Any = {place: {} for place in sizes}
 
     def stream_bytes(self, place: Any, codec: str) -> int:
@@ -372,7 +372,7 @@ def scripted(layers: int, loss: Any, *, bytes_: Any = None, budget: int = 10**9)
 
     def measured(text: str) -> Loss:
         recipe = Recipe(text)
-        bits = {place: recipe.codec(place[0], layers, place[1], 64).params().get("bits", 16) for place in prices.places}
+        bits = {place: recipe.codec(place[0], layers, place[1], 64).params().get("bits", 16) for place in prices.tensor_keys}
         return Loss([loss(bits)], [0.0], sum(bits.values()) if bytes_ is None else bytes_(bits), 100)
 
     return search.Search(prices, SimpleNamespace(loss=measured, exact=[None]), budget)
@@ -420,7 +420,7 @@ def test_files_that_grow_with_a_window_stay_within_the_budget() -> None:
 def test_candidates_that_cannot_store_the_values_are_left_out() -> None:
     def loss(bits: Any) -> float:
         if bits[1, "k"] == 1:
-            raise OutOfRange("a norm is too large")
+            raise ValueTooLarge("a norm is too large")
         return 1 / sum(bits.values())
 
     made = scripted(2, loss, budget=8)
@@ -430,7 +430,7 @@ def test_candidates_that_cannot_store_the_values_are_left_out() -> None:
     assert plain is not None
 
     def never(bits: Any) -> float:
-        raise OutOfRange("a norm is too large")
+        raise ValueTooLarge("a norm is too large")
 
     with pytest.raises(InvalidParameter, match=r"no candidate can encode layers\[0\]\.k: a norm is too large"):
         search.thorough_search(scripted(1, never))

@@ -136,7 +136,7 @@ def export_slot(
 
     Raises InvalidParameter if the cache did not come from llama.cpp, or if it contains something that such a file cannot represent: layers
     without keys or values, states, several sequences, windows with missing tokens, or unknown token ids. The message names the layer.
-    Raises OutOfRange if ``dtype`` would make a value infinite, and WriteFailed.
+    Raises ValueTooLarge if ``dtype`` would make a value infinite, and WriteFailed.
     """
     where = path_text(path)
     _check_origin(cache)

@@ -87,10 +87,7 @@ def opaque_ids(cache: Cache) -> bytes:
 
 
 def opaque_blocks(layer_index: int, layer: Layer, transposed: bool, latents: bool) -> tuple[int, list[tuple[CellBlock, memoryview]]]:
-    """Return the number of cells in layer ``layer_index``, and its keys and values in llama.cpp's layout.
-
-    Raises InvalidParameter. The message names the layer.
-    """
+    """Return the number of cells in layer ``layer_index``, and its keys and values in llama.cpp's layout. The message names the layer."""
     named, result = _cell_types(layer), []
     if (
         layer.sides

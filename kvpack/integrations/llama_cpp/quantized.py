@@ -14,10 +14,10 @@ import torch
 from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
 from kvpack.formats.columns import default_fields
-from kvpack.formats.errors import InvalidParameter, OutOfRange
+from kvpack.formats.errors import InvalidParameter, ValueTooLarge
 from kvpack.formats.group import Group
 
-from .state_file import BLOCK, QUANTIZED, Kind
+from .state_file import BLOCK, QUANTIZED, QuantizedType
 
 _HALF = 0.5
 """The token scale, 1/2."""
@@ -34,7 +34,7 @@ def exact_clause(kind: str, sides: str) -> str:
 class Quantized:
     """The quantized keys or values of one layer as ``blocks``, uint8 ``[kv_head, token, block, byte]``.
 
-    Raises InvalidParameter if a scale is not finite, or OutOfRange if it is too large.
+    Raises InvalidParameter if a scale is not finite, or ValueTooLarge if it is too large.
     """
 
     kind: str
@@ -46,7 +46,7 @@ class Quantized:
         if not torch.isfinite(scale).all():
             raise InvalidParameter(f"{self.where}: a scale of {self.kind} is NaN or infinite")
         if (scale > _LARGEST).any():
-            raise OutOfRange(f"{self.where}: a scale of {self.kind} is {float(scale.max()):g}, but kvpack supports at most {_LARGEST:g}")
+            raise ValueTooLarge(f"{self.where}: a scale of {self.kind} is {float(scale.max()):g}, but kvpack supports at most {_LARGEST:g}")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -74,7 +74,7 @@ class Quantized:
             "token_scale": torch.full((1, 1, tokens), _HALF, dtype=torch.float16, device="cpu"),
         }
         tail = torch.empty(1, heads, 0, dim, dtype=torch.float32, device="cpu")
-        return Side(self.codec, PackedRuns.of([PackedRun(self.codec, tokens, streams)]), tail, window)
+        return Side(self.codec, PackedRuns.from_runs([PackedRun(self.codec, tokens, streams)]), tail, window)
 
 
 def extract_blocks(side: Side, kind: str, where: str) -> torch.Tensor:
@@ -103,7 +103,7 @@ def _bit_patterns(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.int16)
 
 
-def _unpack_codes(data: torch.Tensor, kind: Kind) -> torch.Tensor:
+def _unpack_codes(data: torch.Tensor, kind: QuantizedType) -> torch.Tensor:
     """Return the codes ``[..., channel]`` in ``data``, the bytes of blocks after d."""
     if kind.bits == 8:
         return data ^ 0x80
@@ -115,7 +115,7 @@ def _unpack_codes(data: torch.Tensor, kind: Kind) -> torch.Tensor:
     return codes | (data[..., place // 8] >> (place % 8) & 1) << 4
 
 
-def _pack_blocks(codes: torch.Tensor, kind: Kind) -> torch.Tensor:
+def _pack_blocks(codes: torch.Tensor, kind: QuantizedType) -> torch.Tensor:
     """Pack codes ``[..., channel]`` into the bytes of blocks after d."""
     if kind.bits == 8:
         return codes ^ 0x80

@@ -39,7 +39,7 @@ BLOCK = 32
 """Number of channels in a block."""
 
 
-class Kind(NamedTuple):
+class QuantizedType(NamedTuple):
     """A quantized type: its ``number`` in ggml, the ``size`` of a block in bytes, and the ``bits`` of a code."""
 
     number: int
@@ -47,9 +47,9 @@ class Kind(NamedTuple):
     bits: int
 
 
-QUANTIZED = {"q4_0": Kind(2, 18, 4), "q5_0": Kind(6, 22, 5), "q8_0": Kind(8, 34, 8)}
+QUANTIZED = {"q4_0": QuantizedType(2, 18, 4), "q5_0": QuantizedType(6, 22, 5), "q8_0": QuantizedType(8, 34, 8)}
 """Quantized types that a codec stores bit for bit."""
-OPAQUE = {"q4_1": Kind(3, 20, 4), "q5_1": Kind(7, 24, 5), "iq4_nl": Kind(20, 18, 4)}
+OPAQUE = {"q4_1": QuantizedType(3, 20, 4), "q5_1": QuantizedType(7, 24, 5), "iq4_nl": QuantizedType(20, 18, 4)}
 """Other quantized types that llama.cpp's cache may have. No codec can represent them."""
 BLOCKS = {**QUANTIZED, **OPAQUE}
 
@@ -101,7 +101,7 @@ class StateFile(NamedTuple):
 
 
 class Reader:
-    """An open file that is read piece by piece, in order. Raises MissingFile."""
+    """An open file that is read piece by piece, in order."""
 
     def __init__(self, where: str) -> None:
         self.where, self.at = where, 0
@@ -151,7 +151,7 @@ class Reader:
 
 
 def is_state_file(path: str | os.PathLike[str]) -> bool:
-    """Return True if a file begins like one of llama.cpp's state files, of any kind. Raises MissingFile."""
+    """Return True if a file begins like one of llama.cpp's state files, of any kind."""
     with Reader(path_text(path)) as reader:
         return reader.size >= 4 and reader.read_numbers("I", "its magic")[0] in (_MAGIC, *_OTHER_MAGICS)
 
@@ -184,7 +184,10 @@ def _check_header(reader: Reader) -> None:
             "save it with llama_state_seq_save_file, or a slot with llama-server"
         )
     if version != _VERSION:
-        raise InvalidParameter(f"{reader.where} is a sequence state of version {version}, but kvpack reads only version {_VERSION}")
+        raise InvalidParameter(
+            f"{reader.where} is a sequence state of version {version}, but kvpack reads only version {_VERSION}: save it with a "
+            "llama.cpp that writes that version"
+        )
 
 
 def _read_ids(reader: Reader) -> tuple[bytes, str]:
@@ -226,7 +229,7 @@ def _read_section(reader: Reader, kind: str, latents: bool) -> Section:
                 )
             cells_read = _read_cells(reader, kind, latents, streams, cells)
     if cells_read is None:
-        raise InvalidParameter(f"{reader.where}: its {kind} layers hold no tokens")
+        raise InvalidParameter(f"{reader.where}: its {kind} layers contain no tokens: save a slot that has processed a prompt")
     return cells_read
 
 

@@ -94,7 +94,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     ``recipe``, ``basis``, ``head_dim``, ``revision``, ``kv_dtype`` and ``fused`` define how objects are packed. With ``others``, objects
     that are not keys and values, such as recurrent states, are kept byte for byte. ``threads`` is the number of tasks that run
-    concurrently. ``max_bytes`` and ``encryption_key_file`` are as for a store. The store evicts entries itself. Raises InvalidParameter.
+    concurrently. ``max_bytes`` and ``encryption_key_file`` are as for a store. The store evicts entries itself.
     """
 
     def __init__(self, params: Mapping[str, Any], **_: Any) -> None:
@@ -313,7 +313,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return _to_bitmap(loaded)
 
     def _find_page(self, key: Any, item: Any) -> tuple[PageStore, PageBuffer]:
-        """Return the store of an object, and a view of the object as a page. Raises InvalidParameter."""
+        """Return the store of an object, and a view of the object as a page."""
         check_model(self._recipe, key)
         store = self._get_store(item.tensor.shape, item.tensor.dtype)
         return store, as_page_buffer(store.codec.geometry, item.tensor)
@@ -322,12 +322,12 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self,
         kind: str,
         keys: list[Any],
-        page_of: Callable[[int], tuple[PageStore, Any] | None],
+        find_page: Callable[[int], tuple[PageStore, Any] | None],
         work: Callable[[PageStore, list[int], list[Any]], list[bool]],
     ) -> list[bool]:
         """Call ``work`` once per store, with all objects in this store, and return its result for each object.
 
-        ``page_of`` returns the store and the page of an object number, or None for a missing object. If it raises an error, only this
+        ``find_page`` returns the store and the page of an object number, or None for a missing object. If it raises an error, only this
         object is rejected, because a task of LMCache may contain objects of several layouts.
         """
         done = [False] * len(keys)
@@ -341,7 +341,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
         for number in range(len(keys)):
             try:
-                given = page_of(number)
+                given = find_page(number)
             except Exception as error:
                 refuse(error, 1)
                 continue

@@ -78,7 +78,7 @@ def object_geometry(shape: Sequence[int], dtype: torch.dtype, head_dim: int, kv_
 
 
 def keeps_other_objects(options: Mapping[str, Any]) -> bool:
-    """Return True if objects other than keys and values are kept, because the option ``others`` is "raw". Raises InvalidParameter."""
+    """Return True if objects other than keys and values are kept, because the option ``others`` is "raw"."""
     others = options.get("others")
     if others not in (None, "raw"):
         raise InvalidParameter(f"others is {others!r:.40}, expected 'raw', which keeps objects other than keys and values byte for byte")
@@ -86,7 +86,7 @@ def keeps_other_objects(options: Mapping[str, Any]) -> bool:
 
 
 def byte_geometry(shape: Sequence[int], dtype: torch.dtype) -> tuple[PageGeometry, str]:
-    """Return the geometry of an object that is kept byte for byte, and the name of its dtype in kvpack. Raises InvalidParameter."""
+    """Return the geometry of an object that is kept byte for byte, and the name of its dtype in kvpack."""
     if dtype not in _NAMES:
         raise InvalidParameter(f"the object is {dtype} {list(shape)}, expected one of {', '.join(DTYPES)}")
     return PageGeometry.of_bytes(math.prod(shape) * dtype.itemsize), _NAMES[dtype]

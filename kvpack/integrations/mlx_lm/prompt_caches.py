@@ -89,7 +89,7 @@ def export_prompt_cache(
     layers.
 
     Raises InvalidParameter if mlx-lm's classes cannot represent the cache, because it does not start at position 0, has states, has a layer
-    without keys or values, or has a window with missing tokens. The message names the layer. Raises OutOfRange if ``dtype`` would make a
+    without keys or values, or has a window with missing tokens. The message names the layer. Raises ValueTooLarge if ``dtype`` would make a
     value infinite, and WriteFailed.
     """
     where = path_text(path)
@@ -132,7 +132,10 @@ def _parse_metadata(where: str, names: list[str], metadata: dict[str, str]) -> _
     text_prefix, class_prefix = ("0.", "1.") if newer else ("1.", "2.")
     numbered = {name[2:]: text for name, text in metadata.items() if name.startswith(class_prefix)}
     if "2.0" not in metadata or sorted(numbered) != sorted(map(str, range(len(numbered)))) or len(numbered) > MAX_LAYERS:
-        raise InvalidParameter(f"{where} is not an mlx-lm prompt cache: its metadata names no layer classes")
+        raise InvalidParameter(
+            f"{where} is not an mlx-lm prompt cache: its metadata names no layer classes: pass a file that mlx-lm's save_prompt_cache "
+            "wrote"
+        )
     classes = [numbered[str(number)] for number in range(len(numbered))]
     for number, name in enumerate(classes):
         if name not in (*_WHOLE, _ROTATING):
@@ -162,7 +165,7 @@ def _parse_layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: d
     if name in _WHOLE:
         seen = _read_count(where, parts, 2, length) if 2 in parts else length
         if seen > length:
-            raise InvalidParameter(f"{where} claims {seen} tokens, but contains only {length}")
+            raise InvalidParameter(f"{where} claims {seen} tokens, but contains only {length}: save the prompt again with mlx-lm")
         return keys[:, :, :seen], values[:, :, :seen], 0
     if texts:
         keep, window, seen, place = (_parse_integer(where, texts[part]) for part in range(4))

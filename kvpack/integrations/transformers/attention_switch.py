@@ -31,7 +31,7 @@ class AttentionSwitch(ModelChange):
             )
 
     @staticmethod
-    def of(model: Any) -> Lease[AttentionSwitch] | None:
+    def for_model(model: Any) -> Lease[AttentionSwitch] | None:
         """Return a lease of the switch of ``model``, or None if the user has set the model's attention to "kvpack"."""
         outer = outermost_model(model)
         with CHANGES_LOCK:

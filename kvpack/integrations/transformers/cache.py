@@ -32,7 +32,7 @@ from .model_state import active_adapters
 from .models import ExpectedLayers, Model, NamedModel, check_identity, execution_device, identity_for
 from .pass_calls import PassCalls
 from .positions import RotaryPositions
-from .prompts import check_rows_known, crop_to_prompt, token_ids_of
+from .prompts import as_token_ids, check_rows_known, crop_to_prompt
 from .record import Record
 from .rollback import Rollback
 from .state_layers import PackedStateLayer, StateLayer, check_states_available, copy_states, restore_states
@@ -190,7 +190,7 @@ class KvpackCache(PassCalls):
             layer.check_window()
         tokens = self.live.tokens
         adapters = active_adapters(inner_models[0]) if inner_models else None
-        positions = RotaryPositions.of(model_properties, cache, inputs, rope_deltas)
+        positions = RotaryPositions.after_cache(model_properties, cache, inputs, rope_deltas)
         if model_properties is not None and dense is None and not model_properties.supports_packed_layers:
             self._dense = True
             decoding.warn(model_properties.name)
@@ -201,7 +201,7 @@ class KvpackCache(PassCalls):
         self._rollback = Rollback(self.layers, self.live, self.passes, cache)
         self._careful = positions is not None or any(states)
         self._hooks = None if model is None else Hooks.of(model)
-        self._switch = None if model_properties is None or self._dense else AttentionSwitch.of(model)
+        self._switch = None if model_properties is None or self._dense else AttentionSwitch.for_model(model)
         self._seen: set[type] = set()
         self.masked: dict[bool, bool] = {}
         self.compiled = CompiledCalls(self, len(self.layers))
@@ -211,7 +211,7 @@ class KvpackCache(PassCalls):
         if self._careful:
             obstacle = "it keeps states" if any(states) else "it has multi-dimensional rotary positions"
         self.graphs = step_graphs(self, first, graphs, model, "the model" if model_properties is None else model_properties.name, obstacle)
-        self._forward = None if model is None or self.graphs is None else ForwardSwitch.of(model)
+        self._forward = None if model is None or self.graphs is None else ForwardSwitch.for_model(model)
         self._metadata = {} if cache is None else dict(cache.metadata)
 
     def _create_layer(self, layer_index: int, has_sides: bool, window: int | None, decoding: DecodingWarnings, states: int) -> Any:
@@ -306,7 +306,7 @@ class KvpackCache(PassCalls):
         model: Any = self.passes.model_of_cache
         if model is None:
             raise InvalidParameter("the cache has no model to generate with: use KvpackCache.of(cache, model)")
-        ids = token_ids_of(token_ids).to(execution_device(model))
+        ids = as_token_ids(token_ids).to(execution_device(model))
         if len(ids) == 1:
             # Without a mask, transformers warns if the padding token is also the end-of-text token.
             options.setdefault("attention_mask", torch.ones_like(ids))
@@ -317,7 +317,7 @@ class KvpackCache(PassCalls):
         self._hooks = self._switch = self._forward = self.graphs = None
 
     def activate_past_recording(self) -> None:
-        """Make sliding-window layers keep all tokens between calls of ``crop``, for assisted decoding. Raises InvalidParameter."""
+        """Make sliding-window layers keep all tokens between calls of ``crop``, for assisted decoding."""
         if self._model is not None and self._model.has_encoder:
             raise InvalidParameter(
                 f"{self._model.name} has an encoder, and transformers crops two-part caches only if both parts are DynamicCaches: "

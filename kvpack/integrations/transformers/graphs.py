@@ -277,7 +277,7 @@ class ForwardSwitch(ModelChange):
         model.forward = _SwitchedForward(model, self._before)
 
     @staticmethod
-    def of(model: torch.nn.Module) -> Lease[ForwardSwitch]:
+    def for_model(model: torch.nn.Module) -> Lease[ForwardSwitch]:
         """Return a lease of the switch of a transformers model, or of the model inside a wrapper."""
         return lease(ForwardSwitch, outermost_model(model))
 

@@ -20,7 +20,7 @@ from . import compiled as compiled_calls
 from .computed_checksums import ComputedChecksums
 from .generate_calls import GenerateWatch, caches_in, pass_trackers, refuse_pickled_model
 from .model_changes import Lease, ModelChange, lease
-from .model_state import modules_of
+from .model_state import iterate_modules
 from .passes import Pass, named_arguments
 from .record import Record
 from .sources import EncoderCalls, check_sources, encoder_decoder_parts
@@ -197,7 +197,7 @@ class Recording:
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
         past = cache_in(arguments)
         for cache in caches_in(past) if self._passes.is_idle else ():
-            record, computed = self._record_of_cache(cache)
+            record, computed = self._find_record(cache)
             if record.tokens and not (computed.unchanged(cache) and _token_count(cache) == record.tokens):
                 _update_record(record, computed, cache, _token_count(cache))
         self._passes.enter(module, arguments, _token_count(past))
@@ -214,7 +214,7 @@ class Recording:
         if ended is None:
             return
         for cache in caches_in(past):
-            record, computed = self._record_of_cache(cache)
+            record, computed = self._find_record(cache)
             tokens = _token_count(cache)
             if tokens < record.tokens:
                 # A hook has dropped tokens during the pass.
@@ -225,7 +225,7 @@ class Recording:
             record.add(tokens - record.tokens, None if output is None else ended)
             computed.add(cache, tokens)
 
-    def _record_of_cache(self, cache: TransformersCache) -> tuple[Record, ComputedChecksums]:
+    def _find_record(self, cache: TransformersCache) -> tuple[Record, ComputedChecksums]:
         if cache not in self._records:
             self._records[cache] = Record(None, 0), ComputedChecksums()
         return self._records[cache]
@@ -293,7 +293,7 @@ def outermost_model(model: torch.nn.Module) -> PreTrainedModel:
 
 
 def _models_in(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
-    return (module for module in modules_of(model) if isinstance(module, PreTrainedModel))
+    return (module for module in iterate_modules(model) if isinstance(module, PreTrainedModel))
 
 
 def _compiled_calls(past: Any, arguments: dict[str, Any]) -> CompiledCalls | None:

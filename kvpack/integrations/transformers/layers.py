@@ -159,7 +159,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.skipped and self.window is not None and held - crop < self.window - 1:
             less = f" ({crop} are to be dropped)" if crop else ""
             raise InvalidParameter(
-                f"the layer holds only the newest {held} of its tokens{less}, but the model attends to a window of {self.window}"
+                f"the layer holds only the newest {held} of its tokens{less}, but the model attends to a window of {self.window}: use a "
+                "cache created with keep_all=True"
             )
 
     def check_crop(self, tokens_to_remove: int) -> None:
@@ -170,7 +171,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.check_window(-tokens_to_remove)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest ``-tokens_to_remove`` tokens. As in transformers, the number is negative."""
+        """Drop the newest tokens. ``tokens_to_remove`` is their number, negated, as transformers passes it."""
         self.check_crop(tokens_to_remove)
         self.live.truncate(self.live.seen_tokens(self.number) + tokens_to_remove, self.number)
 
@@ -199,7 +200,10 @@ def check_window(skipped: int, older: int, window: int | None) -> None:
     """Raise InvalidParameter if a query attends to tokens that the layer skipped. ``older`` is the number of tokens before the queries."""
     if skipped and (window is None or older < window - 1):
         attended = "all of them" if window is None else f"a window of {window}"
-        raise InvalidParameter(f"the layer holds only the newest {older} of its earlier tokens, but the model attends to {attended}")
+        raise InvalidParameter(
+            f"the layer holds only the newest {older} of its earlier tokens, but the model attends to {attended}: use a cache created "
+            "with keep_all=True"
+        )
 
 
 def check_attention_window(layer_window: int | None, attention_window: int | None, module: torch.nn.Module) -> None:

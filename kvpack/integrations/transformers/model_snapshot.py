@@ -14,7 +14,7 @@ import torch
 from torch.nn.modules import module as modules
 from transformers import PretrainedConfig
 
-from .model_state import modules_of
+from .model_state import iterate_modules
 
 _KNOWN_PACKAGES = {"torch", "transformers", "kvpack", "accelerate", "huggingface_hub", *sys.stdlib_module_names}
 """Packages whose code does not depend on how many steps have run on the host. transformers' own classes use them."""
@@ -29,7 +29,7 @@ class ModelSnapshot:
     """A snapshot of everything in ``model`` except the weights' values, which may change in place. It keeps modules and weights alive."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model, self._modules = model, list(modules_of(model))
+        self._model, self._modules = model, list(iterate_modules(model))
         result = self._modules
         self._parts: list[dict[str, Any]] = [
             part for module in result for part in (module._modules, module._parameters, module._buffers) if part

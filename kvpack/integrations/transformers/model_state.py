@@ -19,7 +19,7 @@ def active_adapters(model: torch.nn.Module) -> tuple[Any, ...]:
     # PEFT stores its settings on the model that it changes.
     if "peft_config" not in vars(model):
         return ()
-    return tuple(_layer_state(module) for module in modules_of(model) if hasattr(module, "merged_adapters"))
+    return tuple(_layer_state(module) for module in iterate_modules(model) if hasattr(module, "merged_adapters"))
 
 
 def selects_adapters_per_row(adapters: tuple[Any, ...]) -> bool:
@@ -30,7 +30,7 @@ def selects_adapters_per_row(adapters: tuple[Any, ...]) -> bool:
 def checkpointing_modules(model: torch.nn.Module) -> list[weakref.ref[Any]]:
     """Return the modules that support gradient checkpointing: those with an attribute ``gradient_checkpointing``."""
     name = "gradient_checkpointing"
-    return [weakref.ref(module) for module in modules_of(model) if name in vars(module) or hasattr(type(module), name)]
+    return [weakref.ref(module) for module in iterate_modules(model) if name in vars(module) or hasattr(type(module), name)]
 
 
 class ModelState:
@@ -42,13 +42,13 @@ class ModelState:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modes, self._tensors = (active_adapters(model), model.training), _tensor_versions(model)
-        trained_first = sorted(_parameters_of(model), key=lambda parameter: not parameter.requires_grad)
+        trained_first = sorted(_distinct_parameters(model), key=lambda parameter: not parameter.requires_grad)
         self._versions = [(weakref.ref(parameter), _version(parameter)) for parameter in trained_first]
 
     def matches(self, model: torch.nn.Module) -> bool:
         """Return False if ``model`` may have changed since the summary was created."""
         # Tensors that were created in inference mode have no versions, so nothing shows that their values are the same.
-        if any(x.is_inference() for x in _tensors_of(model)):
+        if any(x.is_inference() for x in _model_tensors(model)):
             return False
         return self._modes == (active_adapters(model), model.training) and self._tensors == _tensor_versions(model)
 
@@ -62,11 +62,11 @@ class ModelState:
 
 def _tensor_versions(model: torch.nn.Module) -> list[tuple[Any, ...]]:
     """Return the versions of all parameters and buffers, in the order of their modules, so that swapping two of them is detected."""
-    return [_version(x) for x in _tensors_of(model)]
+    return [_version(x) for x in _model_tensors(model)]
 
 
-def _tensors_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    for module in modules_of(model):
+def _model_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for module in iterate_modules(model):
         for x in (*module._parameters.values(), *module._buffers.values()):
             if x is not None:
                 yield x
@@ -80,7 +80,7 @@ def _layer_state(layer: Any) -> tuple[Any, ...]:
     return names, disabled, tuple(layer.merged_adapters), factors, len(layer._forward_pre_hooks)
 
 
-def modules_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def iterate_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Yield ``model.modules()`` without building their names, which would take most of the time."""
     waiting, seen = [model], set()
     while waiting:
@@ -91,8 +91,8 @@ def modules_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             waiting += [child for child in reversed(module._modules.values()) if child is not None]
 
 
-def _parameters_of(model: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
-    return {id(x): x for module in modules_of(model) for x in module._parameters.values() if x is not None}.values()
+def _distinct_parameters(model: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
+    return {id(x): x for module in iterate_modules(model) for x in module._parameters.values() if x is not None}.values()
 
 
 def _version(x: torch.Tensor) -> tuple[Any, ...]:

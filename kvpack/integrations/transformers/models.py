@@ -30,12 +30,12 @@ from kvpack import cache_names
 from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning
 from kvpack.identity.canonical_text import ALL, SAMPLE, weights_kind
-from kvpack.identity.fingerprint import weights_of, weights_sample
+from kvpack.identity.fingerprint import digest_weights, weights_sample
 from kvpack.identity.identity import Identity
-from kvpack.identity.modules import ModelPart, cache_layers, model_parts_of
+from kvpack.identity.modules import ModelPart, cache_layers, list_model_parts
 
 from .hooks import models_in, outermost_model
-from .model_state import ModelState, modules_of
+from .model_state import ModelState, iterate_modules
 from .plain_attention import NAMES
 from .reads import omits_window, reads_kv
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from kvpack.cache.cache import Cache
     from kvpack.coding.bases import Basis
-    from kvpack.identity.fingerprint import Weights
+    from kvpack.identity.fingerprint import WeightsDigest
 
 _OTHER_ATTENTION = ("kv_lora_rank", "attention_chunk_size")
 """Settings of models that expand cached states before attention, or attend in chunks. Such models cannot use packed layers."""
@@ -222,7 +222,7 @@ class NamedModel:
     """
 
     def __init__(
-        self, state: ModelState | None = None, identity: Identity | None = None, weights: Weights | None = None, unnamed: str = ""
+        self, state: ModelState | None = None, identity: Identity | None = None, weights: WeightsDigest | None = None, unnamed: str = ""
     ) -> None:
         self.state, self._identity, self._weights, self.unnamed = state, identity, weights, unnamed
 
@@ -253,25 +253,25 @@ def name_model(model: Any) -> NamedModel:
 
     The result is empty in training mode, or if buffers are not in memory.
     """
-    weights: Weights | None = None
+    weights: WeightsDigest | None = None
     state = ModelState(outermost_model(model))
     try:
         model_parts = _submodels(model)
         with contextlib.suppress(InvalidParameter):
-            weights = weights_of(model_parts)
-        return NamedModel(state, Identity.of_parts(model_parts, "raw", weights="", digests=()), weights)
+            weights = digest_weights(model_parts)
+        return NamedModel(state, Identity.from_model_parts(model_parts, "raw", weights="", digests=()), weights)
     except InvalidParameter as error:
         return NamedModel(state, unnamed=str(error))
 
 
-def identity_of(model: Any) -> dict[str, str]:
+def model_identity(model: Any) -> dict[str, str]:
     """Return the fields by which caches identify ``model``, as ``name_model`` does."""
     return name_model(model).identity_fields
 
 
 def identity_for(model: Any, basis: Basis) -> dict[str, str]:
-    """Return ``identity_of(model)``, with the weights digest of the same kind as in ``basis``."""
-    identity = identity_of(model)
+    """Return ``model_identity(model)``, with the weights digest of the same kind as in ``basis``."""
+    identity = model_identity(model)
     sampled = weights_kind(basis.model.get("weights", "")) == SAMPLE
     return {**identity, "weights": sample_digest(model)} if sampled and identity else identity
 
@@ -287,7 +287,7 @@ def sample_digest(model: Any) -> str:
 def current_weights_digest(model: Any) -> str:
     """Return the digest of a model's current weights, or an empty string if they cannot be read."""
     try:
-        return weights_of(_submodels(model)).text
+        return digest_weights(_submodels(model)).text
     except InvalidParameter:
         return ""
 
@@ -349,10 +349,10 @@ def check_identity(cache: Cache, model: Any) -> NamedModel:
 
 def _submodels(model: Any) -> list[ModelPart]:
     """Return the text, vision and other submodels of the transformers model that ``model`` is or wraps."""
-    model_parts = model_parts_of(model)
+    model_parts = list_model_parts(model)
     if not isinstance(next(part.module for part in model_parts if not part.adapter), PreTrainedModel):
         # A caller's own module, such as one with a value head.
-        model_parts = model_parts_of(outermost_model(model))
+        model_parts = list_model_parts(outermost_model(model))
     return model_parts
 
 
@@ -373,7 +373,7 @@ def _own_cache(module: torch.nn.Module) -> str:
 def execution_device(model: torch.nn.Module) -> torch.device:
     """Return the device on which ``model`` computes. Weights that accelerate has offloaded are on "meta" and are ignored."""
     devices = {parameter.device for parameter in model.parameters()}
-    for module in modules_of(model):
+    for module in iterate_modules(model):
         if "_hf_hook" in vars(module) and (device := getattr(vars(module)["_hf_hook"], "execution_device", None)) is not None:
             devices.add(torch.device("cuda", device) if isinstance(device, int) else torch.device(device))
     return next((device for device in sorted(devices, key=str) if device.type not in ("meta", "cpu")), torch.device("cpu"))
@@ -381,7 +381,7 @@ def execution_device(model: torch.nn.Module) -> torch.device:
 
 def has_multidimensional_positions(attention: torch.nn.Module) -> bool:
     """Return True if an attention module divides rotary positions into sections, as in Qwen2-VL, according to its configuration or code."""
-    return _names_sections(getattr(attention, "config", None)) or _file_sets_sections(type(attention).__module__)
+    return _names_sections(getattr(attention, "config", None)) or _module_divides_positions(type(attention).__module__)
 
 
 def _names_sections(config: Any) -> bool:
@@ -390,7 +390,7 @@ def _names_sections(config: Any) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _file_sets_sections(name: str) -> bool:
+def _module_divides_positions(name: str) -> bool:
     """Return True if a class in the module ``name`` divides rotary positions into sections, which the configuration may not show."""
     classes = [value for value in vars(sys.modules[name]).values() if isinstance(value, type) and value.__module__ == name]
     codes = [init.__code__ for cls in classes if isinstance(init := vars(cls).get("__init__"), FunctionType)]
@@ -398,7 +398,7 @@ def _file_sets_sections(name: str) -> bool:
 
 
 def _has_attribute(model: torch.nn.Module, name: str) -> bool:
-    return any(name in vars(module) for module in modules_of(model))
+    return any(name in vars(module) for module in iterate_modules(model))
 
 
 def decoder_layers(config: Any) -> int | None:

@@ -51,7 +51,10 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         if type(layer_idx) is not int:
             layer_idx = as_integer(layer_idx, "layer_idx")
         if not 0 <= layer_idx < len(self.layers):
-            raise OutOfBounds(f"the model needs layer {describe(layer_idx)}, but the packed cache has {len(self.layers)} layers")
+            raise OutOfBounds(
+                f"the model needs layer {describe(layer_idx)}, but the packed cache has {len(self.layers)} layers: load the model "
+                "that computed the cache"
+            )
         if self._dense:
             return self._update_decoded(key_states, value_states, layer_idx)  # type: ignore[no-any-return]
         if torch.compiler.is_dynamo_compiling():

@@ -11,7 +11,7 @@ from kvpack.cache.cache import Cache
 from kvpack.file.inputs import Inputs
 from kvpack.formats.errors import InvalidParameter
 
-from .model_state import modules_of
+from .model_state import iterate_modules
 from .models import Model
 
 _DELTAS = "rope_deltas"
@@ -38,7 +38,7 @@ class RotaryPositions:
         """Number of tokens that a crop left, if the deltas after them are unknown, or None otherwise."""
 
     @classmethod
-    def of(cls, model: Model | None, cache: Cache | None, inputs: Inputs | None, rope_deltas: Any) -> RotaryPositions | None:
+    def after_cache(cls, model: Model | None, cache: Cache | None, inputs: Inputs | None, rope_deltas: Any) -> RotaryPositions | None:
         """Return the positions after ``cache``, or None if the model's positions have one dimension.
 
         ``cache`` is None for an empty cache. Raises InvalidParameter if the positions are not known: files need not record them, and the
@@ -98,7 +98,7 @@ class RotaryPositions:
             return
         deltas = self._deltas + hidden
         tensor = next((x for x in arguments.values() if isinstance(x, torch.Tensor)), deltas)
-        for attributes in map(vars, modules_of(model)):
+        for attributes in map(vars, iterate_modules(model)):
             if _DELTAS in attributes and (attributes[_DELTAS] is not None or bool(deltas.any())):
                 attributes[_DELTAS] = deltas.to(tensor.device)
 

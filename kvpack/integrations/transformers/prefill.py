@@ -18,7 +18,7 @@ from kvpack.store.store import CHUNK_TOKENS
 from .cache import KvpackCache, create_cache
 from .hooks import outermost_model
 from .models import execution_device
-from .prompts import token_ids_of
+from .prompts import as_token_ids
 
 DEFAULT_STEP = 4096
 """Default number of tokens per pass. After each pass, the states of a model that has states are kept for a store."""
@@ -67,7 +67,7 @@ def prefill(
     for name, number in (("every", every), ("chunk", chunk)):
         if as_integer(number, name) < 1:
             raise InvalidParameter(f"{name} is {describe(number)}, expected a positive number of tokens")
-    ids = token_ids_of(token_ids)
+    ids = as_token_ids(token_ids)
     cache = create_cache(model, contents, **{"keep_all": True, **options})
     try:
         held = cache.get_seq_length()

@@ -15,7 +15,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, 
 from kvpack.identity.rope import max_uniform_length
 
 from .passes import OTHER_FREQUENCIES
-from .record import CHANGED, ids_of, visible_tokens
+from .record import CHANGED, known_id_rows, visible_tokens
 
 
 def common_tokens(cache: Cache, prompt: Any) -> int:
@@ -25,7 +25,7 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
     ids for each sequence of the cache. Raises InvalidParameter if the cache's ids are unknown, or if its first token depends on other
     inputs.
     """
-    ids = token_ids_of(prompt)
+    ids = as_token_ids(prompt)
     batches = {side.batch for layer in cache for side in layer.sides.values()}
     if batches - {ids.shape[0]}:
         raise InvalidParameter(
@@ -43,7 +43,7 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
     others = _undetermined_inputs(inputs)
     if 0 in others:
         raise InvalidParameter(f"{others[0]}: token ids do not determine the cache, so no prompt can be compared with it")
-    cache_ids = ids_of(inputs)
+    cache_ids = known_id_rows(inputs)
     longest = min([cache_ids.shape[1], cache.tokens, ids.shape[1] - 1, *others])
     different = ids[:, :longest] != cache_ids[:, :longest]
     visible = visible_tokens(inputs, ids.shape[0], cache.tokens)
@@ -92,7 +92,7 @@ def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:
     Some types of RoPE (dynamic, longrope) choose their frequencies by the length of the sequence.
     """
     longest = max_uniform_length(config)
-    for name, tokens in (("cache", cache.tokens), ("prompt", token_ids_of(prompt).shape[1])):
+    for name, tokens in (("cache", cache.tokens), ("prompt", as_token_ids(prompt).shape[1])):
         if longest is not None and tokens > longest:
             return f"the {name} has {tokens} tokens, and above {longest} the model's RoPE uses different frequencies"
     inputs = cache.inputs or Inputs()
@@ -101,7 +101,7 @@ def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:
     return next(texts, "")
 
 
-def token_ids_of(prompt: Any) -> torch.Tensor:
+def as_token_ids(prompt: Any) -> torch.Tensor:
     """Return ``prompt`` as int64 ``[batch, token]`` on the CPU. Raises InvalidType or InvalidParameter unless it contains token ids."""
     try:
         ids = torch.as_tensor(prompt, device="cpu").detach()

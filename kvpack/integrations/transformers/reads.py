@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from .model_state import modules_of
+from .model_state import iterate_modules
 
 WITHOUT_COUNTERPART = {
     "position_bias": "a position bias",
@@ -61,7 +61,7 @@ class _Analysis(NamedTuple):
 
 
 def _analyze_methods(model: torch.nn.Module) -> Iterator[_Analysis]:
-    classes = {type(module) for module in modules_of(model) if not isinstance(module, PreTrainedModel)}
+    classes = {type(module) for module in iterate_modules(model) if not isinstance(module, PreTrainedModel)}
     return (_analyze(function) for kind in classes for function in _functions(kind))
 
 

@@ -56,7 +56,7 @@ class Record:
         self._adapters = adapters
         self._known = inputs is not None
         inputs = inputs or Inputs()
-        self._ids = ids_of(inputs)
+        self._ids = known_id_rows(inputs)
         self._visible = visible_tokens(inputs, batch, tokens)
         named = {text: sources for text in inputs.undetermined if (sources := parse_sources(text)) and len(sources) in (1, batch)}
         self.sources: list[Sources] = list(named.values())
@@ -285,7 +285,7 @@ class Record:
             self._ids = torch.cat([self._ids.expand(rows, -1), ids.expand(rows, -1)], 1)
 
 
-def ids_of(inputs: Inputs) -> torch.Tensor:
+def known_id_rows(inputs: Inputs) -> torch.Tensor:
     """Return the known ids of each row, int64 ``[row, token]``. If all rows are the same, there is only one row."""
     return torch.stack([torch.from_numpy(numpy.frombuffer(row, "<u4").astype(numpy.int64)) for row in inputs.known_ids])
 

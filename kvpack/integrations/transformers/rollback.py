@@ -32,7 +32,7 @@ class Rollback:
         return {position: states.selected for position, states in self._states.items() if position < tokens}
 
     def snapshot(self) -> None:
-        """Keep a copy of all states after the newest token. Raises InvalidParameter."""
+        """Keep a copy of all states after the newest token."""
         tokens = self._passes.record.tokens
         if self._passes.states and tokens:
             self._passes.check_states(ended=True)

@@ -144,7 +144,7 @@ def _source_name(sources: Sources, row: int) -> str:
 def _inputs(arguments: Mapping[str, Any], batch: int) -> tuple[str, ...]:
     """Return the digest of each sequence's encoder input.
 
-    If an argument that may affect the output cannot be digested, the digests are empty.
+    The digests are empty if an argument that may affect the output cannot be digested.
     """
     inputs = {name: value for name, value in arguments.items() if name not in WITHOUT_EFFECT and value is not False}
     if not inputs or not all(isinstance(value, torch.Tensor) and not value.is_meta for value in inputs.values()):

@@ -31,7 +31,8 @@ _ROWS = ("decoder_input_ids", "input_ids", "decoder_inputs_embeds", "inputs_embe
 """Arguments that have a row for each sequence. Those of a decoder come first."""
 
 _FIELDS = ("dtype", "rope", "adapter", "weights", "config")
-"""Fields of ``identity_of`` that may change over a model's lifetime. Fields that users change precede the digests that change with them."""
+"""Fields of ``model_identity`` that may change over a model's lifetime. Fields that users change precede the digests that change with them.
+"""
 
 
 class Tracking(GenerateChecks):
@@ -304,7 +305,7 @@ class Tracking(GenerateChecks):
         return None if self._watched is None else self._watched()
 
     def prepare_positions(self, arguments: dict[str, Any]) -> None:
-        """Make ``generate`` compute multi-dimensional positions that follow the cache. Raises InvalidParameter."""
+        """Make ``generate`` compute multi-dimensional positions that follow the cache."""
         if self._positions is not None and self.record.tokens:
             self._positions.set_deltas(self.model_of_cache, arguments, self.record.tokens)
 

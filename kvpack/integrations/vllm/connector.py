@@ -14,7 +14,7 @@ import vllm
 from kvpack.formats.errors import InvalidParameter
 
 from . import PLACEMENTS, STORE_OPTIONS, VERSIONS
-from .groups import BLOCK_OFFSETS, GROUPS, block_offsets, check_blocks, groups_of
+from .groups import BLOCK_OFFSETS, GROUPS, block_offsets, check_blocks, offloaded_groups
 from .identities import SETTINGS, check_version, relevant_settings
 from .metrics import add_scheduler_stats, worker_stats
 
@@ -35,13 +35,13 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
     """The vLLM connector for ``"kv_connector": "KvpackConnector"``.
 
     ``kv_connector_extra_config`` contains vLLM's options, ``placement``, the options of ``KvpackSpec``, and, with the placement "store",
-    those of ``KvpackTier``. Raises InvalidParameter.
+    those of ``KvpackTier``.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         options, self._is_packed = _placement_options(vllm_config)
         check_version(vllm.__version__, bool(options.get("any_version", False)))
-        groups = groups_of(vllm_config, kv_cache_config)
+        groups = offloaded_groups(vllm_config, kv_cache_config)
         options[GROUPS], options[SETTINGS] = groups, relevant_settings(vllm_config)
         if not self._is_packed:
             options[BLOCK_OFFSETS] = block_offsets(kv_cache_config)
@@ -79,9 +79,8 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
 
 
 def _placement_options(vllm_config: Any) -> tuple[Any, bool]:
-    """Return the options, completed with the spec and tier of their placement, and True if the primary tier contains rows.
-
-    Raises InvalidParameter. vLLM calls this several times for the same configuration, even before there is a connector.
+    """Return the options, completed with the spec and tier of their placement, and True if the primary tier contains rows. vLLM calls this
+    several times for the same configuration, even before there is a connector.
     """
     options = vllm_config.kv_transfer_config.kv_connector_extra_config
     placement = options.get("placement", "primary")

@@ -54,7 +54,7 @@ class Group:
         return {"attention": recipe, "latents": f"{recipe};v=raw"}.get(self.kind, "raw")
 
     def buffer(self, layout: str, layers: Sequence[torch.Tensor]) -> PageBuffer:
-        """Return a buffer whose slots are the blocks of ``layers``, each int8 ``[block, byte]``. Raises InvalidParameter."""
+        """Return a buffer whose slots are the blocks of ``layers``, each int8 ``[block, byte]``."""
         geometry = self.geometry
         views = [layer[:, : self.page_bytes].view(geometry.torch_dtype) for layer in layers]
         if self.kind == "attention":
@@ -76,7 +76,7 @@ class Group:
         return PageBuffer(geometry, *sides)
 
 
-def groups_of(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
+def offloaded_groups(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
     """Return the groups that vLLM offloads, in vLLM's order. Raises InvalidParameter if the layers of a group have different sizes."""
     return [_describe_group(vllm_config, group) for group in _offloaded(kv_cache_config)]
 

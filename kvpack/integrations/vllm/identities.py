@@ -71,7 +71,7 @@ def _to_json_value(value: Any) -> Any:
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
-def identity_of(config: Any, recipe: str | Recipe, shape: Mapping[str, Any], revision: str | None, adapter: str, tenant: str) -> Identity:
+def page_identity(config: Any, recipe: str | Recipe, shape: Mapping[str, Any], revision: str | None, adapter: str, tenant: str) -> Identity:
     """Return the identity of pages with the layout ``shape``. ``config`` is vLLM's OffloadingConfig.
 
     Raises InvalidParameter if the weights cannot be identified.

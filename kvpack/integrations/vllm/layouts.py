@@ -49,7 +49,7 @@ def check_layout_name(name: str, layout: PageLayout) -> None:
     heads, tokens, dim = geometry.heads, geometry.tokens, geometry.dim_k
     block = torch.arange(2 * heads * tokens * dim, device="cpu")
     for side, (first, strides) in zip("kv", arrangement(name, heads, tokens, dim), strict=True):
-        if not torch.equal(block.as_strided((heads, tokens, dim), strides, first), layout.places[side][0]):
+        if not torch.equal(block.as_strided((heads, tokens, dim), strides, first), layout.positions[side][0]):
             raise InvalidParameter(
                 f"vLLM's pages do not have layout {name!r}, because vLLM's writer puts values elsewhere: try another layout"
             )

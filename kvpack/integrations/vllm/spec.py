@@ -24,7 +24,7 @@ from kvpack.pages.codec import PageCodec
 
 from .chunk_keys import attach_keys
 from .groups import GROUPS, Group, check_groups, require_layout
-from .identities import SETTINGS, check_version, identity_of
+from .identities import SETTINGS, check_version, page_identity
 from .metrics import packing_metric_definitions
 from .promotions import check_promotions
 from .worker import PackedWorker
@@ -52,7 +52,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         require_layout(groups, self._layout)
         check_groups(given, groups, config.groups[0].layer_names)
         shape = {"groups": [repr(group) for group in groups], "layers": [g.layer_names for g in config.groups], "layout": self._layout}
-        identity = identity_of(
+        identity = page_identity(
             config,
             self._recipe,
             shape | version,

@@ -25,7 +25,7 @@ from kvpack.store.encryption import read_key_file
 from kvpack.store.page_store import Job, PageStore
 
 from .groups import BLOCK_OFFSETS, GROUPS, Group, check_groups, require_layout
-from .identities import SETTINGS, check_version, identity_of
+from .identities import SETTINGS, check_version, page_identity
 from .metrics import TierMetrics, tier_definitions
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class GroupStore(NamedTuple):
     pages: PageBuffer
 
 
-class _Running(NamedTuple):
+class _RunningJob(NamedTuple):
     """A vLLM job, which is split into one store job for each group of cache layers. ``parts`` contains their stores, jobs and keys."""
 
     metadata: Any
@@ -118,10 +118,10 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
             if len(groups) > 1 or group.kind != "attention":
                 shape["group"] = repr(cache_group)
             given = Recipe(group.recipe(packed.text), packed.basis)
-            identity = identity_of(config, given, shape, revision, adapter, tenant)
+            identity = page_identity(config, given, shape, revision, adapter, tenant)
             store = PageStore(location, identity, group.geometry, threads=threads, jobs=2, max_bytes=max_bytes, encryption=encryption)
             self.stores[named.group_id] = GroupStore(store, group.buffer(layout, [memory[:, offset:] for offset in block_offsets]))
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _RunningJob] = {}
         self._lookups, self._metrics = _Lookups(self), TierMetrics([store for store, _ in self.stores.values()], tier_type)
         # A child of vLLM's own logger, which vLLM shows.
         logging.getLogger("vllm.kvpack").info(
@@ -216,7 +216,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
             keys = [key for key in chunks if get_offload_group_idx(key) == group]
             if keys:
                 parts.append((to.store, submit(to, keys, [chunks[key] for key in keys], group), keys))
-        self._running[metadata.job_id] = _Running(metadata, parts)
+        self._running[metadata.job_id] = _RunningJob(metadata, parts)
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]

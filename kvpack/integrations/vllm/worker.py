@@ -36,8 +36,7 @@ class GroupPart(NamedTuple):
 
 
 class _Transfer:
-    """A transfer, which consists of page jobs with rows on the device. ``on_finished`` is called for each job that the device has finished.
-    """
+    """A transfer: page jobs with rows on the device. ``on_finished`` is called for each job that the device has finished."""
 
     def __init__(
         self,

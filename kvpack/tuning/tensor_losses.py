@@ -19,12 +19,12 @@ SCORED_PART = 8
 """One in this many tokens of a window is scored."""
 
 
-def single_place_recipe(layer: int, side: str, codec: str) -> str:
+def single_tensor_recipe(layer: int, side: str, codec: str) -> str:
     """Return the recipe that uses ``codec`` for the keys or values of one layer, and stores everything else in bf16."""
     return f"kv=raw:dtype=bf16;layers={layer}:{side}={codec}"
 
 
-def measure_place_losses(model: Any, basis: Basis, windows: Sequence[torch.Tensor], step: Callable[[], None]) -> dict[str, str]:
+def measure_tensor_losses(model: Any, basis: Basis, windows: Sequence[torch.Tensor], step: Callable[[], None]) -> dict[str, str]:
     """Return the losses of all tensors in the layers that ``basis`` describes, as metadata for the basis.
 
     The smallest loss is noise, and is subtracted from all others. ``windows`` are token ids ``[1, token + 1]``. For each tensor, the scored

@@ -121,6 +121,8 @@ def window_tokens(requested: int | None, default: int, text: Text, max_positions
 
 def check_size(name: str, value: int, low: int, high: int, reason: str) -> None:
     """Raise InvalidParameter unless ``value`` is from ``low`` to ``high``. The message begins with ``name`` and ends with ``reason``."""
+    if high < low:
+        raise InvalidParameter(f"no {name} is possible {reason}{'' if LONGER_TEXT in reason else f': {LONGER_TEXT}'}")
     if not low <= value <= high:
         expected = low if low == high else f"an integer from {low} to {high}"
         raise InvalidParameter(f"{name} is {describe(value)}, expected {expected} {reason}")

@@ -19,7 +19,7 @@ from kvpack import cli
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.evaluation import models, twins, windows
-from kvpack.evaluation.models import window, window_starts
+from kvpack.evaluation.models import LONGER_TEXT, check_size, window, window_starts
 from kvpack.formats.errors import InvalidParameter, MissingBasis, ValueTooLarge
 from kvpack.models import load_model, model_folder
 from kvpack.tuning import calibrate, candidates, greedy, journal, measurement, results, search, tune
@@ -266,6 +266,13 @@ def test_invalid_arguments_are_refused(
     assert error.startswith("kvpack: ")
     assert re.match(message, error.removeprefix("kvpack: ")), error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_text_that_is_too_short_for_any_value_is_named() -> None:
+    with pytest.raises(InvalidParameter, match=r"^no --score is possible in a window of 2 tokens: pass a longer text"):
+        check_size("--score", 1, 1, -3, "in a window of 2 tokens")
+    with pytest.raises(InvalidParameter, match=rf"^no --windows is possible in the text: {LONGER_TEXT}$"):
+        check_size("--windows", 0, 1, 0, f"in the text: {LONGER_TEXT}")
 
 
 def test_the_default_candidates_are_codecs() -> None:

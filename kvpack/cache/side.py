@@ -27,6 +27,7 @@ from kvpack.formats.value_blocks import block_factor
 from kvpack.runtime.memory import empty
 from kvpack.runtime.modes import float32_no_grad
 
+from .packed_objects import PackedObject
 from .packed_runs import PackedRun, PackedRuns, Stretch
 from .rows import check_rows, row_indices
 
@@ -45,7 +46,7 @@ GROUP_VALUES = 1 << 24
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Side:
+class Side(PackedObject):
     """The keys or the values of one layer: packed runs of tokens, followed by a raw tail.
 
     Args:

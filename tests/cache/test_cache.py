@@ -163,7 +163,7 @@ def test_concat_refuses_a_layer_without_its_oldest_tokens() -> None:
 
 def test_a_cache_cannot_be_pickled() -> None:
     cache = kvpack.pack(random_pairs(1, 4), "kivi-2")
-    for value, name in ((cache, "Cache"), (cache[0], "Layer")):
+    for value, name in ((cache, "Cache"), (cache[0], "Layer"), (cache[0].k, "Side")):
         with pytest.raises(InvalidParameter, match=rf"a packed {name} cannot be pickled: write it with kvpack\.save\(cache, path\)"):
             torch.save(value, io.BytesIO())
 

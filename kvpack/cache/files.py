@@ -119,8 +119,8 @@ def load(
         memory_limit: Maximum number of bytes for the file and for its contents in memory.
         copy: Read the file into memory before the checks instead of mapping it.
         basis: Where to find the file's basis by its digest: a Basis, its path, a folder of bases, or a list of these.
-        recipe: Recipe to convert the layers to, as ``Cache.convert`` does. For example, a small ``transform`` file must be converted before
-            attention can use it without unpacking.
+        recipe: Recipe to convert the layers to, as ``Cache.convert`` does. A file in this recipe stays as it is. For example, a small
+            ``transform`` file must be converted before attention can use it without unpacking.
         progress: Called as ``progress(done, total)``, both in layers, or in blocks of the file for a CUDA device.
 
     Returns:
@@ -159,8 +159,11 @@ def load(
 
 
 def _convert(cache: Cache, recipe: str | os.PathLike[str] | Recipe, bases: Bases | None) -> Cache:
-    """Convert ``cache`` to ``recipe``. If the recipe needs a basis, ``bases`` must contain it."""
+    """Convert ``cache`` to ``recipe``, unless it has this recipe. If the recipe needs a basis, ``bases`` must contain it."""
     parsed: Recipe = parse_recipe(recipe)
+    if parsed.canonical == cache.recipe:
+        # Keep the raw tail, which a conversion would encode.
+        return cache
     if parsed.uses_basis and parsed.basis is None and bases is not None:
         used = {digest for layer in cache for side in layer.sides.values() for digest in side.codec.bases_needed}
         given: Any = bases

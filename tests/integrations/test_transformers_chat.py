@@ -143,7 +143,7 @@ def test_options_of_generate_end_replies_and_leave_the_chat_reusable(model: Any)
     assert len(chat.send(HELLO, generation_config=config, return_dict_in_generate=True)) == 3
     # generate passes the tokenizer on to every forward pass.
     third_letter = said(model, words, [*chat.messages, {"role": "user", "content": MORE}])[2]
-    assert len(chat.send(MORE, stop_strings=[third_letter], tokenizer=words, **GREEDY)) <= 3
+    assert len(chat.send(MORE, stop_strings=[third_letter], **GREEDY)) <= 3
     held = chat.cache.tokens
     chat.send("And?", **GREEDY)
     assert chat.reused == held
@@ -165,6 +165,47 @@ def test_options_of_generate_end_replies_and_leave_the_chat_reusable(model: Any)
 def test_foreign_arguments_are_refused(model: Any, action: Any, message: str) -> None:
     with pytest.raises((InvalidType, InvalidParameter), match=message):
         action(model, tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 5}, r"generate rejects these options: .*'max_tokens'.* The option for the length of a reply is max_new_tokens"),
+        ({"max_new_tokens": 0}, "generate rejects these options: `max_new_tokens` must be greater than 0"),
+        ({"max_new_tokens": "5"}, "generate rejects these options: .* not supported between instances of 'str' and 'int'"),
+        ({"past_key_values": None}, "generate rejects these options: .* multiple values for keyword argument 'past_key_values'"),
+        ({"temperature": -1.0, "do_sample": True}, "generate rejects these options: `temperature`"),
+    ],
+)
+def test_options_that_generate_rejects_leave_the_chat_unchanged(model: Any, options: dict[str, Any], message: str) -> None:
+    chat = Chat(model, tokenizer(), "raw")
+    chat.send(HELLO, **GREEDY)
+    messages, held = chat.messages, chat.cache.tokens
+    with pytest.raises(InvalidParameter, match=message):
+        chat.send(MORE, **options)
+    assert (chat.messages, chat.cache.tokens) == (messages, held)
+
+
+def test_errors_after_the_first_pass_are_those_of_the_caller(model: Any) -> None:
+    def fail(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no such word")
+
+    with pytest.raises(ValueError, match=r"^no such word$"):
+        Chat(model, tokenizer(), "raw").send(HELLO, logits_processor=[fail], **GREEDY)
+
+
+def test_a_loaded_chat_continues_in_the_given_recipe(model: Any, tmp_path: Path) -> None:
+    words, path = tokenizer(), tmp_path / "chat.kvpack"
+    chat = Chat(model, words, "kivi-4")
+    chat.read(HELLO * 9)
+    chat.save(path)
+    other = Chat.load(path, model, words, recipe="kivi-2")
+    assert (other.cache.recipe, other.messages) == (kvpack.Recipe("kivi-2").canonical, chat.messages)
+    other.send(MORE, **GREEDY)
+    assert other.reused > 0
+    # In its own recipe, a file keeps its raw tail.
+    same = Chat.load(path, model, words, recipe="kivi-4").cache
+    assert same[0].k.tail.shape == chat.cache[0].k.tail.shape != other.cache[0].k.tail.shape
 
 
 def test_loading_refuses_the_cache_of_another_model(model: Any, tmp_path: Path) -> None:

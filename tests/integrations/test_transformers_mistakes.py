@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 import re
@@ -159,6 +160,21 @@ def test_reading_keys_gives_a_warning(model: Any, file: Path) -> None:
             assert cache.layers[1].values.shape[2] == 40
         # It is said once; warnings are errors here.
         assert cache.layers[0].keys.shape[2] == 40
+
+
+@pytest.mark.parametrize("use", ["a copy of the model", "the model after release"])
+def test_a_cache_under_another_model_is_refused_with_advice(model: Any, use: str) -> None:
+    copied = copy.deepcopy(model)
+    with torch.no_grad(), KvpackCache(model, "raw") as cache:
+        expected = model(torch.cat([IDS, NEW], 1)).logits[:, -2:]
+        model(IDS, past_key_values=cache)
+        if use == "the model after release":
+            cache.release()
+            copied = model
+        with pytest.raises(InvalidParameter, match=r"not the one that the cache was created for, .*KvpackCache\.of\(cache\.packed, model"):
+            copied(NEW, past_key_values=cache)
+        with KvpackCache.of(cache.packed, copied) as advised:
+            torch.testing.assert_close(copied(NEW, past_key_values=advised).logits, expected)
 
 
 def test_a_cache_of_an_older_transformers_is_refused_with_advice() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 import weakref
@@ -114,6 +115,43 @@ def test_a_cache_is_free_after_generate_failed_in_a_thread(model: Any) -> None:
         with pytest.raises(RuntimeError, match="the stream has ended"):
             pool.submit(model.generate, PROMPT, past_key_values=cache, streamer=Streamer(fail), **OPTIONS).result()
         assert model.generate(PROMPT, past_key_values=cache, **OPTIONS).tolist() == model.generate(PROMPT, **OPTIONS).tolist()
+
+
+def test_an_interrupted_pass_of_generate_does_not_block_other_threads(model: Any) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with KvpackCache(model, "raw") as cache, ThreadPoolExecutor(1) as pool:
+        handle = model.lm_head.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(PROMPT, past_key_values=cache, **OPTIONS)
+        handle.remove()
+        assert pool.submit(lambda: cache.packed.tokens).result(60) == 20
+        for failed in (cache, copy.deepcopy(cache)):
+            with pytest.raises(InvalidParameter, match=r"a forward pass over the cache failed, .* drop them with crop\(-20\)"):
+                model(PROMPT, past_key_values=failed)
+
+
+def test_copies_of_an_interrupted_cache_remember_it(model: Any) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with KvpackCache(model, "raw") as cache, torch.no_grad():
+        handle = model.lm_head.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(PROMPT, past_key_values=cache)
+        handle.remove()
+        with pytest.raises(InvalidParameter, match=r"a forward pass over the cache failed, .* drop them with crop\(-20\)"):
+            model(PROMPT, past_key_values=copy.deepcopy(cache))
+
+
+def test_copies_grow_independently(model: Any) -> None:
+    with KvpackCache(model, "raw") as cache, torch.no_grad():
+        expected = model(PROMPT).logits[:, -1]
+        model(PROMPT[:, :-1], past_key_values=cache)
+        copied = copy.copy(cache)
+        model(PROMPT[:, :3], past_key_values=cache)
+        torch.testing.assert_close(model(PROMPT[:, -1:], past_key_values=copied).logits[:, -1], expected)
 
 
 def test_a_thread_that_ended_while_it_generated_does_not_block_others(model: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import warnings
 from dataclasses import replace
@@ -19,7 +20,7 @@ from kvpack.cache.states import with_states
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.inputs import Inputs
 from kvpack.formats.arguments import as_integer, describe
-from kvpack.formats.errors import InvalidParameter, KvpackWarning, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, KvpackError, KvpackWarning, OutOfBounds
 from kvpack.live.cache import LiveCache
 
 from .arguments import check_cache, check_flags, check_model_of_file, checked_recipe
@@ -300,8 +301,8 @@ class KvpackCache(PassCalls):
         ``token_ids``, a list or a tensor ``[batch, token]`` of integers, are the cache's ids followed by at least one new id. ``options``
         are other arguments of the model's ``generate``.
 
-        Raises InvalidParameter if the cache has no model, or if the ids differ from the cache's, InvalidType or InvalidParameter if they
-        are not token ids, and any error of the model's ``generate``.
+        Raises InvalidParameter if the cache has no model, if the ids differ from the cache's, or if ``generate`` rejects an option,
+        InvalidType or InvalidParameter if the ids are not token ids, and any error of the model's ``generate`` after its first pass.
         """
         model: Any = self.passes.model_of_cache
         if model is None:
@@ -310,7 +311,19 @@ class KvpackCache(PassCalls):
         if len(ids) == 1:
             # Without a mask, transformers warns if the padding token is also the end-of-text token.
             options.setdefault("attention_mask", torch.ones_like(ids))
-        return model.generate(ids, **cache_names.cache_argument(outermost_model(model), self), **options)
+        held = self.passes.record.tokens
+        try:
+            return model.generate(ids, **cache_names.cache_argument(outermost_model(model), self), **options)
+        except (TypeError, ValueError) as error:
+            # Errors after the first pass are not about options.
+            if isinstance(error, KvpackError) or self.passes.record.tokens != held:
+                raise
+            hint = ". The option for the length of a reply is max_new_tokens" if "max_tokens" in options else ""
+            raise InvalidParameter(f"generate rejects these options: {error}{hint}") from error
+
+    def __copy__(self) -> Self:
+        # Two caches cannot share layers that grow. Packed bytes are shared by deep copies, too.
+        return copy.deepcopy(self)
 
     def release(self) -> None:
         """Stop recording forward passes, and restore the model's attention. Does nothing while another cache of the model needs them."""

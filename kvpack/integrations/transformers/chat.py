@@ -112,16 +112,18 @@ class Chat:
         *,
         messages: Sequence[Mapping[str, Any]] | None = None,
         template: Mapping[str, Any] | None = None,
+        recipe: str | os.PathLike[str] | Recipe | None = None,
         basis: Bases | None = None,
     ) -> Self:
         """Load the chat in the file at ``path``, which the same ``model`` can continue in this or any other process.
 
+        ``recipe`` is the recipe to continue in. A file in another recipe is converted, but precision that it has lost does not return.
         ``messages`` replaces those in the file. Raises InvalidParameter if the file contains no messages, if they cannot be read with this
         tokenizer, or if another model computed the file, and the same errors as ``kvpack.load``. Issues a KvpackWarning at the next message
         if this tokenizer's chat template renders the conversation differently, so that it is computed again.
         """
         check_model_of_file(path, model)
-        cache = load(path, device=execution_device(model), basis=basis)
+        cache = load(path, device=execution_device(model), recipe=recipe, basis=basis)
         model_properties, _ = inspect_model(model)
         if model_properties is not None:
             check_model(cache, model, model_properties)
@@ -157,11 +159,13 @@ class Chat:
 
         If the conversation ends with a user message, text is appended to it. ``options``, such as max_new_tokens (512 by default),
         do_sample or streamer, are passed to the model's ``generate``. On errors, the conversation is unchanged. Raises InvalidType if
-        ``message`` is none of these, InvalidParameter if the tokenizer rejects the messages, and the same errors as KvpackCache.
+        ``message`` is none of these, InvalidParameter if the tokenizer rejects the messages, and the same errors as KvpackCache.generate.
         """
         config = options.get("generation_config")
         if not any(name in options or getattr(config, name, None) for name in ("max_new_tokens", "max_length")):
             options["max_new_tokens"] = MAX_REPLY_TOKENS
+        if "stop_strings" in options:
+            options.setdefault("tokenizer", self.tokenizer)
         with self._next_turn():
             messages = self._with_message(message)
             _, ids = self._render(messages, reply=True)

@@ -50,6 +50,7 @@ class GenerateChecks:
             yield
         finally:
             if hold:
+                self._end_interrupted_pass()
                 self._generating.release()
 
     @contextmanager
@@ -58,6 +59,10 @@ class GenerateChecks:
         with self.lock.hold():
             self._check_thread()
             yield
+
+    def _end_interrupted_pass(self) -> None:
+        """If a pass of this thread did not report its end, as after a KeyboardInterrupt, record that it failed."""
+        raise NotImplementedError
 
     def _acquire(self) -> None:
         """Acquire the lock for a pass. Raises InvalidParameter if another thread generates into the cache."""

@@ -114,6 +114,11 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         """True if hooks on the model report forward passes to the cache."""
         return self._hooks is not None
 
+    @property
+    def is_unexpected_pass(self) -> bool:
+        """True during a pass that hooks on the cache's model did not report."""
+        return self._model is not None and self.passes.is_idle
+
     def records(self, model: torch.nn.Module) -> bool:
         """Return True if the current pass over the cache is a call of ``model`` and is not part of another recording."""
         return self._hooks is not None and not self._hooks.change.recordings and self.passes.is_running(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.errors import InvalidParameter, OutOfBounds
 
 
 class CapturedStep(NamedTuple):
@@ -156,9 +157,19 @@ class PackedStates:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        states = next((x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls)), None)
+        if states is not None:
+            states._refuse()
         raise InvalidParameter(_REMEDY)
 
     def _refuse(self) -> NoReturn:
+        if self.cache.is_unexpected_pass:
+            with contextlib.suppress(OutOfBounds, InvalidParameter):
+                self.cache.crop(-self._queries)
+            raise InvalidParameter(
+                "this model is not the one that the cache was created for, or the cache was released: continue with "
+                "KvpackCache.of(cache.packed, model), which compares the models"
+            )
         raise InvalidParameter(_REMEDY)
 
 

@@ -82,6 +82,9 @@ class Tracking(GenerateChecks):
         copied.states, copied._failed = self.states, self._failed
         copied.rows, copied._checkpointed = copy.deepcopy(self.rows, memo), self._checkpointed
         copied._left, copied.has_warned_of_source = self._left, self.has_warned_of_source
+        # Hooks do not run after a KeyboardInterrupt.
+        if self._running and self._passes.current is not None:
+            copied._record_failed_pass(self._passes.current)
         copied._watched, copied._is_unused = self._watched, self._is_unused
         copied._is_new, copied._latest, copied._held, copied._verified = self._is_new, self._latest, self._held, self._verified
         copied._changed, copied.changes = self._changed, self.changes
@@ -273,6 +276,13 @@ class Tracking(GenerateChecks):
         first, now = self._first.identity_fields, latest.identity_fields
         return next((name for name in _FIELDS if now.get(name) != first.get(name)), "")
 
+    def _end_interrupted_pass(self) -> None:
+        if self.lock.is_own:
+            if self._passes.current is not None:
+                self._record_failed_pass(self._passes.current)
+            self._running, self._passes = False, PassStack()
+            self.lock.release()
+
     def _record_failed_pass(self, failed: Pass) -> None:
         self._failed = True
         if self.record.tokens > failed.start:
@@ -316,6 +326,11 @@ class Tracking(GenerateChecks):
         if offsets is None or any(offsets):
             return offsets
         return offsets if inputs is None or inputs.undetermined or inputs.tokens != self.record.tokens else None
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no pass is in progress."""
+        return self._passes.is_idle
 
     def is_running(self, module: torch.nn.Module) -> bool:
         """Return True if the current pass is a call of ``module``, and this call has not called another module with hooks yet."""

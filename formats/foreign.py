@@ -25,8 +25,7 @@ def is_foreign(codec: Any) -> bool:
 def begin_run(codec: Any, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunEncoder:
     """Return ``codec.begin(run, previous)`` for a codec without sidecars. If the codec is foreign, its results are checked.
 
-    The checks raise InvalidParameter for streams that do not match the codec's layout or that readers would reject, and for decoded values
-    of the wrong dtype or shape.
+    The checks raise InvalidParameter for invalid streams, and for decoded values of the wrong dtype or shape.
     """
     encoder: RunEncoder = codec.begin(run, previous)
     if not is_foreign(codec):

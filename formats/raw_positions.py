@@ -386,8 +386,8 @@ def gather_raw_values(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tens
 def replace_tokens(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, chosen: torch.Tensor, group_tokens: int) -> torch.Tensor:
     """Replace the tokens of ``x`` ``[batch, kv_head, token, dim]`` at each pair of ``token`` and ``sequence`` indices.
 
-    ``chosen`` is the mask of these tokens. They are replaced by the mean of the other tokens in their token group, or by zero if there are
-    none, so that they do not widen the group's range.
+    ``chosen`` is the mask of these tokens. To keep the range of their token group narrow, they become the mean of its other tokens, or zero
+    if there are none.
     """
     if not len(token):
         return x

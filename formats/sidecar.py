@@ -131,7 +131,7 @@ class WholeTokens(Sidecar):
 
     @abstractmethod
     def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None, codec: Codec) -> RunStep:
-        """Return the step that stores some tokens of ``run``, and replaces them by values that do not widen the codec's token groups.
+        """Return the step that stores some tokens of ``run``, and replaces them in the codec's input.
 
         ``previous`` contains the streams of the preceding run of the same layer's keys or values.
         """
@@ -196,8 +196,8 @@ class ValueMap(Sidecar):
 class PageVector(Sidecar):
     """Sidecar that subtracts one vector per page from the tokens, in the coded frame.
 
-    A page is ``page_tokens`` tokens of a run; the last page may be shorter. A page is also a token group. To compute the
-    vector, raw tokens are replaced by the mean of the page's other tokens, so that it does not depend on them.
+    A page is ``page_tokens`` tokens of a run; the last page may be shorter. A page is also a token group. Raw tokens do not contribute to
+    the vector: for its computation, the mean of the page's other tokens replaces them.
     """
 
     @property
@@ -233,7 +233,7 @@ class FramePart(Sidecar):
 
     @abstractmethod
     def begin(self, run: Run, previous: Mapping[str, torch.Tensor] | None) -> RunStep:
-        """Return the step that removes this sidecar's part from the blocks of ``run``, which are in the coded frame.
+        """Return the step that stores this sidecar's part of the blocks of ``run``. The blocks are in the coded frame.
 
         The step returns the remaining values, and the streams that store the part. ``previous`` contains the streams of the preceding run,
         if any.

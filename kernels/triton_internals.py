@@ -179,8 +179,7 @@ def _has_launch_hooks() -> bool:
 def current_stream(device: int) -> int:
     """Return the current CUDA stream of ``device``, or -1 if cached launches are not possible.
 
-    They are possible only on the current device, because the driver launches there, and only without launch hooks, which must see each
-    launch.
+    They are possible only on the current device, and only without launch hooks.
     """
     if torch._C._cuda_getDevice() != device or _has_launch_hooks():
         return -1

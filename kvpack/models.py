@@ -101,7 +101,7 @@ class LayerShape(NamedTuple):
 
 
 def cache_shapes(path: str | os.PathLike[str]) -> list[LayerShape | None]:
-    """Return the shape of the keys and values that each layer of a model caches, or None for a layer that caches none.
+    """Return the shape of each layer's cached keys and values, or None for a layer without any.
 
     ``path`` is a folder or a name on the hub. Only the configuration is read: a model without weights computes one token on the meta
     device. Raises MissingFile, MissingPackage, or InvalidParameter if transformers cannot create a decoder from the configuration.

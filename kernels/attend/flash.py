@@ -36,7 +36,7 @@ class FlashBlock(NamedTuple):
 
 
 def block_shape(dim: int, room: int) -> FlashBlock:
-    """Return a launch shape that needs at most ``room`` bytes of shared memory, for head dims up to ``dim``, a power of two.
+    """Return a launch shape for head dims up to ``dim``, a power of two, that needs at most ``room`` bytes of shared memory.
 
     A program keeps its queries in shared memory, and one tile of keys and one of values per pipeline stage.
     """

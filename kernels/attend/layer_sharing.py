@@ -102,7 +102,7 @@ def _classify(pages: Sequence[PackedRun]) -> _PageListKey | None:
 
 
 def kind_key(layer: Layer) -> Hashable | None:
-    """Return a key that is equal for all layers that can share prepared calls with ``layer``, or None if it cannot share calls."""
+    """Return a key that is equal for all layers that can share prepared calls with ``layer``. Returns None if none can."""
     kind: list[Hashable] = []
     for side in (layer.k, layer.v):
         assert side is not None

@@ -352,7 +352,7 @@ class PreparedCall:
 
     @property
     def _part_locations(self) -> list[tuple[int, int]]:
-        """Locations of the sums, of the largest scores and of the totals of partial results, as (tensor index, element offset) pairs."""
+        """Locations of partial results: of the sums, the largest scores and the totals, as (tensor index, element offset) pairs."""
         return [(SCRATCH, self._sums), (SCRATCH, self._largest), (SCRATCH, self._total)]
 
     def _prepare_merge(self) -> _LaunchTensors:
@@ -452,20 +452,20 @@ class _ScratchAllocator:
 
 
 def _global_mean_pages(launch: Launch) -> int:
-    """Return the number of pages whose products each program of ``launch`` stores in global memory, or 0 if shared memory is used."""
+    """Return how many pages' products each program of ``launch`` stores in global memory. It is 0 if shared memory is used."""
     means = launch.constants["K"].means
     return 0 if means is None or launch.constants["FAST"] else means.pages
 
 
 def _page_query(q: torch.Tensor, frame: Frame) -> torch.Tensor:
-    """Apply the value maps of the page of ``frame`` to ``q``, so that it matches the keys that the codec encodes."""
+    """Apply the value maps of the page of ``frame`` to ``q``, to match the coded keys."""
     assert frame.page is not None
     assert isinstance(frame.page.codec, CodecWithSidecars)
     return frame.page.codec.map_query(q.to(torch.float32), frame.page.streams)
 
 
 def _add_signs(sums: torch.Tensor, codec: Codec) -> torch.Tensor:
-    """Rotate the sums of QJL signs, which are the last columns of ``sums``, to the codec's frame, and add them to the other sums.
+    """Return ``sums`` with the sums of QJL signs, which are its last columns, rotated to the codec's frame and added to the others.
 
     Without signs, ``sums`` is returned unchanged.
     """

@@ -77,8 +77,8 @@ def load_planes(
 ) -> tl.tuple:
     """Load all planes of a code stream, each as an int16 tile of ``PACKING.tile_width`` columns.
 
-    A plane of bytes is loaded as words that are repeated, so that ``expand_planes`` can select a byte for each column. ``PACKING`` is a
-    ``TilePacking``. ``token`` and ``valid`` are ``[warp, token]``; for dual tiles, ``valid`` is a pair.
+    Words of a plane of bytes are repeated, and ``expand_planes`` then selects a byte for each column. ``PACKING`` is a ``TilePacking``.
+    ``token`` and ``valid`` are ``[warp, token]``; for dual tiles, ``valid`` is a pair.
     """
     FIRST: tl.constexpr = PACKING.stream
     BYTES: tl.constexpr = PACKING.column_bytes
@@ -137,8 +137,8 @@ def load_column_fields(iota: tl.tensor, PACKINGS: tl.constexpr) -> tl.tuple:
 
     The first tensor contains the bit where a column's byte begins in a plane of bytes. The second contains the index of the field that the
     column shows in a tile wider than a row. ``PACKINGS`` contains two integers per stream: the number of columns with words, and the number
-    of tile columns. The constants are loaded from ``iota`` (int16 0, 1, 2, ...) instead of being computed, because loaded values have the
-    layout of matrix operands even before words are decoded.
+    of tile columns. The constants are loaded from ``iota`` (int16 0, 1, 2, ...), because loaded values already have the layout of matrix
+    operands.
     """
     column_fields = ()
     for index in tl.static_range(len(PACKINGS) // 2):

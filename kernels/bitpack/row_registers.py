@@ -150,8 +150,8 @@ def _load_register(
 ) -> tl.tuple:
     """Load one element of a row per token.
 
-    Triton prefetches only 32-bit loads. A 16-bit element is therefore loaded as the aligned word that contains it or, if that is
-    impossible, copied to both halves of a word.
+    Triton prefetches only 32-bit loads. A 16-bit element is therefore loaded as the aligned word that contains it, or copied to both halves
+    of a word.
     """
     pointer = pointers[LOAD.stream]
     if LOAD.bits == 64:

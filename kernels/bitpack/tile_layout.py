@@ -96,7 +96,7 @@ def tile_copies(value: tl.tensor, COPIES: tl.constexpr, TRANSPOSED: tl.constexpr
 
 @triton.jit
 def column_tokens(token: tl.tensor, is_second: tl.tensor, SECOND_OFFSET: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Return the token of each element of a tile, in a shape that broadcasts to the tile.
+    """Return the token of each tile element, in a shape that broadcasts to the tile.
 
     ``token`` is ``[warp, token]``. ``is_second``, ``[1, column]``, is 1 for columns that belong to a row's second token, and 0 for others.
     """
@@ -108,7 +108,7 @@ def column_tokens(token: tl.tensor, is_second: tl.tensor, SECOND_OFFSET: tl.cons
 
 @triton.jit
 def valid_columns(valid: tl.tensor, is_second: tl.tensor, SECOND_OFFSET: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Return a mask of the tile elements whose token is valid, in a shape that broadcasts to the tile.
+    """Return a mask of valid tile elements, in a shape that broadcasts to the tile.
 
     ``valid`` is ``[warp, token]``. For a dual tile, it is a pair of such masks, for the first and the second tokens.
     """

@@ -58,7 +58,7 @@ def load_factor(
     """Load one ``BITS``-bit factor per token, ``[warp, token]``, for ``read_factor``.
 
     Triton prefetches only 32-bit loads. With ``FAST``, a factor of 8 or 16 bits is therefore loaded as the aligned 32-bit word that
-    contains it, together with the bit at which it begins. If a stream ends inside such a word, unmasked tiles never reach its end (see
+    contains it, and the bit at which it begins. If a stream ends inside such a word, unmasked tiles never reach its end (see
     ``attend.plan``).
     """
     if BITS < 32 and FAST:

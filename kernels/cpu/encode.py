@@ -257,7 +257,7 @@ def create_call(
 
 
 def _encoder_tables(codec: Codec) -> tuple[int, tuple[torch.Tensor, ...]]:
-    """Return the id of the candidate rule (see ``interface.h``), and the tables that only encoders need, in the order of that file."""
+    """Return the id of the candidate rule, and the tables that only encoders need, in the order of ``interface.h``."""
     if isinstance(codec, Scalar):
         tables = (table for table in (codec.magnitude_table, codec.high_magnitude_table) if table)
         return 0, tuple(_padded_table(midpoints(table), torch.inf) for table in tables)

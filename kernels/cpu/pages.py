@@ -173,7 +173,7 @@ class RawTokenChooser:
         self._call = library.RawSlotsArguments(dtype=dtype_index, low=raw.low_norm, high=high, **ratios, **sizes)
 
     def run(self, keys: PageValues, threads: int) -> tuple[TokenIndices, TokenIndices]:
-        """Return the raw tokens of each layer, int64 ``[layer, slot]``, and counts of tokens that got no slot, int64 ``[layer, 2]``.
+        """Return each layer's raw tokens, int64 ``[layer, slot]``, and its counts of tokens without a slot, int64 ``[layer, 2]``.
 
         Raw tokens are ascending and padded with -1. The counts are as in ``raw_positions.count_left_out``.
         """

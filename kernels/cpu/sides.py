@@ -89,7 +89,7 @@ class SidePart(NamedTuple):
         return library.SideArgument(ctypes.pointer(description.struct), self.address, len(self.segments))
 
     def describe(self) -> CodecDescription:
-        """Return the C description of the codec, which is not stored here because there are many parts, and tables are large."""
+        """Return the C description of the codec. It is not stored here, because there are many parts, and tables are large."""
         result = codecs.describe(self.codec)
         assert result is not None
         return result
@@ -174,7 +174,7 @@ def _is_in_original_frame(codec: Codec) -> bool:
 
 
 def _segment_table(stretch: Stretch, description: CodecDescription, batch: int, heads: int) -> tuple[Integers, Any] | None:
-    """Return the C table of a stretch's pages, and the streams to which it points, or None if the C kernels do not support a stream.
+    """Return the C table of a stretch's pages, and the streams to which it points. Returns None if a stream is not supported.
 
     Each row, int64, contains the first token of a page within the stretch, its number of tokens, and four numbers per stream: an address,
     and strides in bytes per batch entry, head and stream row.

@@ -130,8 +130,7 @@ def _batch_slots(frequencies: torch.Tensor) -> torch.Tensor:
 def _load_group(row: tl.tensor, batch: tl.tensor, head: tl.tensor, sequence: tl.tensor, ends: tl.tensor) -> tl.tuple:
     """Load the table entries of one chunk from the ``row`` of its token group.
 
-    Returns the page index, number of tokens, first output token, pointer to digits, digit stride per token, pointer to states, pointer to
-    the page's words, index of the chunk's first word, and the page's word count.
+    See the code for the order of the entries.
     """
     chunk = tl.load(row + 3) + sequence
     first_chunk = tl.load(row + 4)

@@ -173,7 +173,7 @@ class TableForm(NamedTuple):
 
 
 class TableCodec(NamedTuple):
-    """Functions that return a codec's form (None for unsupported options), its table ``[entry, value]``, and its table of norms, if any."""
+    """Functions that return a codec's form (or None), its table ``[entry, value]``, and its table of norms (or None)."""
 
     form: Callable[[Any], TableForm | None]
     table: Callable[[Any, torch.device], torch.Tensor]

@@ -124,7 +124,7 @@ def _split_term(term: Term) -> list[Term]:
 
 
 def _place_values(packing: Columns, term: Term, symbols: int) -> list[list[int]]:
-    """Return the place value of each of the kernel's ``symbols`` in each column of a tile, or 0 for symbols that are not in the column."""
+    """Return the place value of each of the kernel's ``symbols`` in each column of a tile. It is 0 for symbols outside the column."""
     width = max(MIN_AXIS, next_power_of_two(packing.width))
     place_values = [[0] * width for _ in range(symbols)]
     for index, symbol in enumerate(term.symbols or range(min(symbols, packing.symbols))):

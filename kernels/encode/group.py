@@ -51,9 +51,9 @@ class GroupConstants(NamedTuple):
     """Compile-time constants of a group codec: codes of ``bits`` bits in groups of ``size`` tokens (``along_tokens``) or channels.
 
     ``middle`` is True if groups have centers. Stream 0 contains pairs (scale, center) of shape ``[batch, kv_head, token or token group, dim
-    or channel group]``. A pair is int32 or, for 8-bit scales, int16. Table 0 contains the extremes of 8-bit scales. ``ranged`` is the index
-    of the stream of their ranges, ``token_scale`` the index of the stream of token scales (one per head if ``per_head``), and ``products``
-    the index of the table for ``_correct_token_scales``. An index of -1 means that there is no such tensor.
+    or channel group]``. A pair is int32 or, for 8-bit scales, int16. Table 0 contains the extremes of 8-bit scales. ``ranged`` and
+    ``token_scale`` are the indices of the streams of ranges and of token scales. Each head has its own token scales if ``per_head``.
+    ``products`` is the index of the table for ``_correct_token_scales``. An index of -1 means that there is no such tensor.
     """
 
     bits: int

@@ -79,9 +79,9 @@ class InputArguments(NamedTuple):
 class BatchOffsets(NamedTuple):
     """Offsets of batch entries that are scattered in memory, such as the pages of an inference engine.
 
-    ``table``, int64 ``[batch, 3]``, contains three numbers per entry: the offset of its input from the first entry's input, in elements,
-    the offset of its streams from the first entry's streams, in bytes, and the index of its flag. ``aligned`` is a power of two, at most
-    16, that divides the byte offsets of all inputs. Stream offsets are multiples of ``STREAM_ALIGNMENT``.
+    ``table``, int64 ``[batch, 3]``, contains three numbers per entry: the offset of its input in elements, the offset of its streams in
+    bytes (both from the first entry's), and the index of its flag. ``aligned`` is a power of two, at most 16, that divides the byte offsets
+    of all inputs. Stream offsets are multiples of ``STREAM_ALIGNMENT``.
     """
 
     table: torch.Tensor
@@ -138,7 +138,7 @@ def table_values(table: bytes) -> torch.Tensor:
 
 @cache_per_device
 def table_bounds(table: bytes) -> torch.Tensor:
-    """Return the midpoints between neighbors of a table with values in [0, 1], followed by 2.0, so that the tensor is never empty."""
+    """Return the midpoints between neighbors of a table with values in [0, 1], followed by 2.0. The result is never empty."""
     return torch.tensor([*midpoints(table), 2.0], dtype=torch.float32)
 
 

@@ -124,8 +124,7 @@ def _range_as_float32(words: tl.tuple) -> tl.tuple:
 def _divisor_exponent(words: tl.tuple, LARGEST: tl.constexpr) -> tl.tensor:
     """Return the exponent field of each token's norm divisor, a power of two, for linear ranges.
 
-    For float16 ranges, it is the exponent of the largest step or of 1/256 of the largest minimum, so that divided norms are below 2^11. For
-    float32 ranges, the power exceeds all norms except the very largest.
+    For float16 ranges, divided norms are below 2^11. For float32 ranges, the power exceeds all norms except the very largest.
     """
     if len(words) == 1:
         high = tl.maximum(words[0] & 0x7C00, ((words[0] >> 16) & 0x7C00) - (8 << 10))
@@ -167,7 +166,7 @@ def middle_norm_code(bits: int) -> int:
 
 @triton.jit
 def norm_affine(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tuple:
-    """Return the scale and center, float32, of norms (or of their logarithms) that are divided by the token factor.
+    """Return the scale and center of norms (or of their logarithms) divided by the token factor, both float32.
 
     A norm is (code - ``middle_norm_code``) * scale + center. ``words`` are the tokens' ranges.
     """

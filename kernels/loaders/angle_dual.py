@@ -193,7 +193,7 @@ def decode(
 
 @triton.jit
 def _spread_to_columns(value: tl.tensor, BINS: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Repeat ``value`` ``[warp, token, 2]``, one number for each of a row's two tokens, over the columns of that token in a tile."""
+    """Repeat ``value`` ``[warp, token, 2]``, which has a number for each of a row's two tokens, over the token's columns in a tile."""
     if TRANSPOSED:
         value = tl.permute(value, (0, 2, 1))
     return tile_copies(repeat_columns(value, BINS.width, TRANSPOSED), BINS.copies, TRANSPOSED)

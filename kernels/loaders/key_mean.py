@@ -39,7 +39,7 @@ def declare_products(MEANS: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexp
 
 @triton.constexpr_function
 def _declare_ptx(size: int) -> str:
-    """Return PTX that declares ``kvpack_products``, padded so that the compiler's memory begins at a multiple of ``MATRIX_ALIGNMENT``."""
+    """Return PTX that declares ``kvpack_products``, padded to a multiple of ``MATRIX_ALIGNMENT``."""
     whole = -(-size // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT
     return f".shared .align {MATRIX_ALIGNMENT} .b8 kvpack_products[{whole}]; mov.u32 $0, 0;"
 

@@ -65,7 +65,7 @@ class KltConstants(NamedTuple):
 
 
 def table_unit(codec: Klt) -> float:
-    """Return the power of two that tables are multiplied by, and the matrix divided by, so that coded queries are at most about 1."""
+    """Return the power of two that scales tables. The matrix is divided by it, so that coded queries are at most about 1."""
     matrix = _required_source(codec).matrix[:, :, _coded_columns(codec)]
     exponent = int(torch.frexp(matrix.norm(dim=-1).max()).exponent)
     return float(2.0 ** min(max(exponent, -MAX_TABLE_POWER), MAX_TABLE_POWER))
@@ -318,8 +318,8 @@ def _load_codes(
 ) -> tl.tuple:
     """Return three tensors for ``COUNT`` columns: the word that contains a code, the bit where it begins, and its table's first entry.
 
-    With a nonzero ``STRIDE``, the second tensor instead contains the right rotation, or the factor (``_uses_multiplication``), that turns
-    the word's code into a byte offset.
+    With a nonzero ``STRIDE``, the second tensor instead contains a right rotation or a factor (``_uses_multiplication``), which turns the
+    word's code into a byte offset.
     """
     SELECTORS: tl.constexpr = TILE.selectors
     ODD_SELECTORS: tl.constexpr = TILE.odd_selectors

@@ -42,7 +42,7 @@ class OctahedralKeyConstants(NamedTuple):
 
 
 def tiles(codec: Octahedral, values: Tiles) -> Tiles | None:
-    """Return the tile loader for keys of ``codec``, whose loader for values is ``values``, or None if rows are not supported.
+    """Return the tile loader for keys of ``codec``, or None if rows are not supported. ``values`` is the codec's loader for values.
 
     A row must have two 8-bit indices per word, eight signs per word, and an even number of words of both.
     """

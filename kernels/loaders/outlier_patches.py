@@ -82,7 +82,7 @@ def fetch_iota(iota: tl.tensor) -> None:
 
 @triton.jit
 def _swizzle(position: tl.tensor) -> tl.tensor:
-    """Swizzle the 16-byte pieces of each 128-byte line, so that the eight rows that a matrix instruction reads are in different banks.
+    """Swizzle the 16-byte pieces of each 128-byte line, to avoid bank conflicts between the eight rows of a matrix instruction.
 
     All tiles have the same layout, because their sizes are multiples of 1,024 bytes.
     """

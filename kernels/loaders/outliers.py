@@ -149,8 +149,7 @@ def _load_entries(streams: tl.tuple, begins: tl.tensor, counts: tl.tensor, ENTRI
 def _load_first_entries(streams: tl.tuple, bounds: tl.tuple, WARPS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
     """Load the first outlier entries within ``bounds``, up to ``2 * TOKENS`` per warp.
 
-    Also returns the index of the first entry that was not loaded and the number of such entries, int32 ``[warp, 1]``, and the largest
-    number of entries of any warp.
+    Also returns the index and the number of the remaining entries, int32 ``[warp, 1]``, and the largest number of entries of any warp.
     """
     ENTRIES: tl.constexpr = 2 * TOKENS
     most = 0

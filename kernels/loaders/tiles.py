@@ -139,8 +139,7 @@ class Tiles:
 def tile_field_stride(packing: Columns, bits: int, fields: int, dual: int = 0) -> int:
     """Return the distance in a word, in fields, between fields that are neighbors in a tile.
 
-    If all ``fields`` of ``bits`` bits are in one word, the distance is the number of steps, so that each word is shifted only once for all
-    steps. Otherwise, it is 1.
+    It is the number of steps if all ``fields`` of ``bits`` bits are in one word, which is then shifted only once. Otherwise, it is 1.
     """
     side_by_side = tile_field_count(packing, dual)
     whole = side_by_side > 1 and fields % side_by_side == 0

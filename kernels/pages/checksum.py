@@ -33,8 +33,8 @@ DAMAGED, MISMATCHED = 1, 2
 def write(rows: torch.Tensor, nbytes: int, multiplier: int, status: torch.Tensor) -> None:
     """Write the checksum of each row into ``rows``, uint8 ``[page, byte]``.
 
-    Rows are padded to a multiple of 16 bytes; only the first ``nbytes`` are data. If the ``status`` of a page, int32 ``[page]``, is
-    nonzero, the row's first 8 bytes are set to zero instead, so that readers reject it.
+    Rows are padded to a multiple of 16 bytes; only the first ``nbytes`` are data. If a page's ``status``, int32 ``[page]``, is nonzero, the
+    row's first 8 bytes are set to zero instead. Readers then reject the row.
     """
     _launch(rows, nbytes, multiplier, status, None, None, None)
 

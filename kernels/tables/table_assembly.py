@@ -98,9 +98,9 @@ def tile_lookup_ptx(position: int, bits: int, values: int, offset: int, copies: 
 def column_lookup_ptx(bits: int, offset: int, copies: int, multiplied: bool) -> str:
     """Return PTX that looks up the codes in two 32-bit words, in tables whose entries have two equal halves.
 
-    The inputs are the two words, then a number for each word, then an offset for each word. The number rotates its word right, so that the
-    code becomes a byte offset or, if ``multiplied``, is a factor with the same effect. The offset is the byte position of the first table
-    entry, a multiple of the table's size.
+    The inputs are the two words, then a number for each word, then an offset for each word. The number turns its word's code into a byte
+    offset: it is a right rotation or, if ``multiplied``, a factor. The offset is the byte position of the first table entry, a multiple of
+    the table's size.
     """
     mask = ((1 << bits) - 1) * 4 * copies
 

@@ -20,7 +20,7 @@ def load_tables(
 ) -> tuple[SharedTables, tuple[torch.Tensor, torch.Tensor], list[SharedTable]]:
     """Load the lookup tables of keys and values. Shared tables take at most ``budget`` bytes in total.
 
-    Returns the shared tables that a kernel fills, the table of each side in global memory, and the shared copy of each side's table.
+    Returns the shared tables that a kernel fills, and for each side, its table in global memory and its shared table.
     """
     tables = [tiles.table for tiles in (k, v)]
     same = tables[0] is not None and tables[1] is not None and torch.equal(tables[0], tables[1])

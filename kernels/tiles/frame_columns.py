@@ -130,7 +130,7 @@ def frame_matrix(codec: Codec, device: str) -> torch.Tensor:
 
 
 def _repeat_to_equal_counts(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Repeat the matrices of ``parts``, ``[matrix, ...]`` each, so that all parts have the same number of matrices.
+    """Repeat the matrices of ``parts``, ``[matrix, ...]`` each, until all parts have the same number of matrices.
 
     Sequences and heads use the matrices in turn.
     """

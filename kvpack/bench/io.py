@@ -124,9 +124,8 @@ def run(
     """Measure ``cache`` and return a report as JSON values, with one row per operation.
 
     For a CUDA device, the report contains only ``device_rows``, the rows of ``io_device.run``. In a row, ``of_copy`` is the speed relative
-    to a copy of the bf16 cache into memory that is already in use (above 1 is faster). ``of_safetensors`` is the time relative to the same
-    operation with safetensors (below 1 is faster): save_file, load_file and a clone of its tensors, or load_file and attention. Raises
-    InvalidParameter.
+    to copying the bf16 cache within memory (above 1 is faster). ``of_safetensors`` is the time relative to the same operation with
+    safetensors (below 1 is faster): save_file, load_file and a clone of its tensors, or load_file and attention. Raises InvalidParameter.
     """
     if repeats < 1:
         raise InvalidParameter(f"--repeats is {repeats}, expected a positive integer")

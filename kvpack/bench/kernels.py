@@ -149,7 +149,7 @@ def run(
 
 
 def copy_bandwidth() -> float:
-    """Return the bandwidth, in bytes per second, of a kernel that reads values, inverts all bits, and writes them."""
+    """Return the bandwidth of a simple copy kernel, in bytes per second."""
     source = torch.empty(_COPIED_BYTES // 4, dtype=torch.int32, device="cuda").random_()
     target = torch.empty_like(source)
     # On an H200, a plain copy of this size in a graph had only two thirds of this speed.

@@ -210,7 +210,7 @@ def _dynamic_cache(model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor
 
 
 def _add_skipped(states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Add the number of tokens that each layer has dropped, and return the states in the form that ``kvpack.pack`` accepts."""
+    """Return ``states`` with the number of tokens that each layer has dropped, as ``kvpack.pack`` accepts them."""
     return [(k, v, tokens - k.shape[2]) for k, v in states]
 
 

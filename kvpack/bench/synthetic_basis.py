@@ -94,7 +94,7 @@ def _parse_widths(recipe: str) -> tuple[list[int], list[int]]:
 
 @lru_cache(maxsize=4)
 def _create_basis(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[Basis, float]:
-    """Return the basis that ``recipe`` names, for one layer, and the bits per value at which its runs get the named widths.
+    """Return the one-layer basis that ``recipe`` names, and the bits per value that result in the named widths.
 
     A head with fewer runs uses the first widths. Additional runs have width 0.
     """

@@ -215,8 +215,8 @@ class Cache(PackedObject):
     def _slice(self, start: int, stop: int) -> Cache:
         """Return tokens ``[start, stop)`` of every layer, counted from the cache's first token. Packed bytes are shared.
 
-        Raises OutOfBounds if a layer lacks some of the tokens, if ``start`` is inside a group of tokens encoded together, or if layers have
-        states that are unknown at ``stop`` (see ``states_at``). The whole range can always be sliced.
+        Raises OutOfBounds if a layer lacks some of the tokens or its states after them, or if ``start`` is inside a token group. The whole
+        range can always be sliced.
         """
         if not 0 <= start <= stop <= self.tokens:
             raise OutOfBounds(f"tokens [{start}:{stop}] are out of range: the cache has {self.tokens} tokens")

@@ -246,7 +246,7 @@ class PackedRun:
 
 
 def _joined_streams(codec: Codec, parts: Sequence[tuple[int, Streams]]) -> dict[str, torch.Tensor]:
-    """Join the streams of consecutive ``parts``, which are (number of tokens, streams) pairs, into one array per stream.
+    """Join the streams of consecutive ``parts``, (number of tokens, streams) pairs. Returns one array per stream.
 
     Token numbers in entries are changed to count from the first part's first token.
     """

@@ -102,7 +102,7 @@ _WORDS = (raw_clause.PREFIX, *(f"{name}=" for name in sorted(frozenset(RawPositi
 
 
 def with_encoder_options(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> Codec:
-    """Return ``codec``, from a header, with the encoder options that ``recipe`` sets for the keys ("k") or values ("v") of one layer.
+    """Add to ``codec``, from a header, the encoder options that ``recipe`` sets for the keys ("k") or values ("v") of one layer.
 
     Returns the codec unchanged if the text is not a valid recipe or selects another codec. The file format allows both.
     """

@@ -68,8 +68,7 @@ def read(
     """Read all tensors of a safetensors file. Returns the tensors by name, and the result of ``check(names, metadata)``.
 
     ``check`` is called before any tensor is read. The tensors are copies, so the file may change afterward. Raises MissingFile, Truncated
-    if the file becomes shorter during the read, InvalidParameter if it is not a safetensors file or has a tensor that PyTorch cannot
-    represent, and any error of ``check``.
+    if the file shrinks during the read, InvalidParameter if it is not a valid safetensors file, and any error of ``check``.
     """
     source = DiskFile(open_regular(path))
     try:

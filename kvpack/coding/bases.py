@@ -402,9 +402,9 @@ def basis_bytes(
 ) -> bytes:
     """Return the bytes of a basis file for a model with ``layers`` layers.
 
-    ``rows`` maps (layer, "k" or "v") to float32 ``[kv_head, row, dim]``, ``frames`` maps it to frames that all share the same tables, and
-    ``balanced`` is keyed by layer. Raises ValueTooLarge if ``dtype`` ("fp16" or "fp32") cannot represent a value, and LimitExceeded if the
-    file would exceed a limit of the format.
+    ``rows``, float32 ``[kv_head, row, dim]`` each, and ``frames``, which share their tables, are keyed by (layer, "k" or "v"). ``balanced``
+    is keyed by layer. Raises ValueTooLarge if ``dtype`` ("fp16" or "fp32") cannot represent a value, and LimitExceeded if the file would
+    exceed a limit of the format.
     """
     codecs: dict[Codec, int] = {}
     entries, arrays = [], {}

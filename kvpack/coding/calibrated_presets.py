@@ -55,8 +55,8 @@ def _tensor_clause(layers: str, side: str, bits: int, average_bits: int, trellis
 def widths(losses: Mapping[TensorKey, float], average: float) -> dict[TensorKey, int]:
     """Return a bit width of at least 1 for each tensor. The mean width is at most ``average``.
 
-    ``losses`` were all measured at the same width. Each bit is assigned to the tensor whose loss it reduces most (Shoham and Gersho 1988),
-    assuming that it divides the loss by 4.
+    ``losses`` were all measured at the same width. Each bit is assumed to divide a loss by 4, and is assigned to the tensor whose loss it
+    reduces most (Shoham and Gersho 1988).
     """
     result, raised = dict.fromkeys(losses, 1), increase_losses(losses)
     for _ in range(int((average - 1) * len(losses))):

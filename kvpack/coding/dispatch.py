@@ -73,8 +73,7 @@ def encode(
 ) -> dict[str, torch.Tensor] | None:
     """Encode ``x``, ``[batch, kv_head, token, dim]``, with a kernel. Returns the streams, or None if the codec itself has to encode.
 
-    That is the case if kernels are disabled or do not support the codec or ``skipped``, if ``x`` has values that the codec may reject, or
-    if Triton's lossless streams do not decode to ``x``.
+    That is the case if kernels are disabled or do not support the call, or if the codec may reject some values.
 
     ``previous`` contains the streams of the run that ``x`` continues. Sizes of tokens are written into the tensors in ``sizes``. Tokens in
     the mask ``skipped``, contiguous bool ``[batch, token]``, are encoded as zeros. Raises the same errors as ``uses_triton`` and
@@ -279,8 +278,8 @@ def choose_raw_tokens(
 ) -> torch.Tensor:
     """Return a mask of the raw tokens among the first ``packed`` tokens, bool ``[batch, packed]``, chosen in C if possible.
 
-    The norms of keys and, if known, of values are ``[batch, kv_head, token]``. ``position`` is the position of the first token. The tokens
-    are those that ``RawPositions.choose`` chooses, but C may decide differently if a norm is within rounding error of a bound.
+    The norms of keys and, if known, of values are ``[batch, kv_head, token]``. ``position`` is the position of the first token. C may
+    choose other tokens than ``RawPositions.choose`` if a norm is within rounding error of a bound.
     """
     if uses_c(key_norms.device):
         from kvpack.kernels.cpu import encode as c_encode
@@ -297,8 +296,8 @@ def environment_key() -> tuple[str | None, str | None]:
 def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
     """Decode the tokens of ``side`` that kernels support into ``out``, ``[batch, kv_head, token, dim]``.
 
-    Returns the (start, stop) ranges of tokens that the caller still has to decode, which are all tokens if there are no kernels. Raises
-    InvalidParameter if a stream does not have the codec's layout, and the same errors as ``uses_triton`` and ``uses_c``.
+    Returns the ranges of tokens that the caller still has to decode, as (start, stop) pairs. Raises InvalidParameter if a stream does not
+    have the codec's layout, and the same errors as ``uses_triton`` and ``uses_c``.
     """
     if uses_c(out.device):
         from kvpack.kernels.cpu import lossless, unpack

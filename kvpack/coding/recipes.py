@@ -467,5 +467,5 @@ def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
 
 @lru_cache(maxsize=256)
 def _parse_cached(text: str, classes: tuple[type, ...]) -> Recipe:
-    """Parse ``text``, or return the Recipe that an earlier call returned, so that caches with the same recipe share its codecs."""
+    """Parse ``text``. Equal texts get the same Recipe, so that their caches share its codecs."""
     return Recipe(text)

@@ -390,8 +390,8 @@ def recipe_sizes(recipe: Recipe, layers: Sequence[_SizedLayer | None]) -> tuple[
     """Return nominal bits per value, bits per value of a file with one sequence, and the file's size in bytes.
 
     Sizes that depend on the values are estimated. The estimate assumes no outliers, no raw tokens of low norm and, for the codec lossless,
-    normally distributed values. Raises OutOfBounds if the recipe selects a missing layer, InvalidParameter if a codec does not support a
-    head dim, and InvalidHeader or LimitExceeded if there can be no file of this shape.
+    normally distributed values. Raises OutOfBounds if the recipe selects a missing layer, and InvalidParameter, InvalidHeader or
+    LimitExceeded for an unsupported shape.
     """
     from kvpack.file.container import file_size
     from kvpack.file.header import Contents, LayerEntry, SideEntry, list_features

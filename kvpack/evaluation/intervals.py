@@ -34,7 +34,7 @@ def significantly_less(values: Sequence[float], others: Sequence[float]) -> bool
 def t_quantile(degrees_of_freedom: int) -> float:
     """Return the two-sided 95% quantile of Student's t distribution.
 
-    With n degrees of freedom and t = sqrt(n) tan(angle), the density is proportional to cos(angle)^(n - 1), which is integrated on a grid.
+    The density, as a function of the angle in t = sqrt(n) tan(angle), is integrated on a grid.
     """
     # The grid points are midpoints of equal cells. The quantile is where the sum reaches 95%.
     width = math.pi / 2 / _GRID

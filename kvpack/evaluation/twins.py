@@ -26,8 +26,7 @@ def make_twin(model: Any, factor: float, sample: torch.Tensor, seed: int) -> flo
 
     The model computes the same function, but its keys get outlier channels, as in some larger models. ``sample`` contains token ids
     ``[batch, token]``. Returns the largest change of a logit on the sample, relative to the largest logit. Raises InvalidParameter if
-    ``factor`` is not above 0, if the model has no q_proj and k_proj, or if a logit changes by more than TWIN_TOLERANCE (for example,
-    because the model normalizes keys).
+    ``factor`` is not above 0, if the model has no q_proj and k_proj, or if a logit changes by more than TWIN_TOLERANCE.
     """
     layers = [module for module in model.modules() if hasattr(module, "q_proj") and hasattr(module, "k_proj")]
     if not layers:
@@ -67,9 +66,9 @@ def offset_keys(model: Any, factor: float, sample: torch.Tensor, seed: int) -> f
     """Add a constant to all keys in an eighth of each KV head's channels.
 
     The constant is ``factor`` times the channel's standard deviation. All scores of a query change by the same amount, so the model
-    computes the same function, but its keys get offsets like the ones that biases cause in some models. ``sample`` contains token ids
-    ``[batch, token]``. Returns the largest change of a logit on the sample, relative to the largest logit. Raises InvalidParameter if
-    ``factor`` is not finite, or if a logit changes by more than TWIN_TOLERANCE.
+    computes the same function. In some models, biases cause such offsets. ``sample`` contains token ids ``[batch, token]``. Returns the
+    largest change of a logit on the sample, relative to the largest logit. Raises InvalidParameter if ``factor`` is not finite, or if a
+    logit changes by more than TWIN_TOLERANCE.
     """
     if not abs(factor) < float("inf"):
         raise InvalidParameter(f"--offset is {factor}, expected a finite number")

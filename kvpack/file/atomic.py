@@ -94,7 +94,7 @@ def replace_file(
 ) -> int:
     """Replace the file ``path`` with a new one that ``write(descriptor)`` fills. Returns the result of ``write``.
 
-    The new file has mode 0600, and is locked until it is renamed to ``path``, so that ``sweep`` can recognize the files of dead writers. By
+    The new file has mode 0600. Until it is renamed to ``path``, it is locked, by which ``sweep`` recognizes files of live writers. By
     default, it is created in the folder of ``path``, and the files of dead writers in this folder are removed first. As with ``open``,
     symbolic links are followed, and the file gets the mode of the file that it replaces, or the umask's mode.
 
@@ -220,7 +220,7 @@ def _check_writable(where: str, target: str) -> None:
 
 
 def _set_mode(descriptor: int, target: str, folder: str) -> None:
-    """Give a new file the mode, owner and group of the file that it replaces, or the umask's mode if there is none."""
+    """Give a new file the mode, owner and group of the file that it replaces. Without such a file, its mode is the umask's."""
     try:
         old = os.stat(target)
     except OSError:

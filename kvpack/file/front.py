@@ -215,7 +215,7 @@ def is_file_start(first_bytes: bytes) -> bool:
 
 
 def front_bytes(first_bytes: bytes | memoryview) -> int:
-    """Return the end of kvpack.header in a file that begins with these bytes (at least 4 KiB), or 0 if it is not a kvpack file."""
+    """Return the end of kvpack.header in a file that begins with these bytes (at least 4 KiB). Returns 0 if it is not a kvpack file."""
     entry = _HEADER_TENSOR.match(bytes(first_bytes[LENGTH_BYTES : LENGTH_BYTES + _BEGINNING_BYTES]))
     return LENGTH_BYTES + int.from_bytes(first_bytes[:LENGTH_BYTES], "little") + int(entry[2]) if entry else 0
 

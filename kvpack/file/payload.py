@@ -131,8 +131,8 @@ def read_span(source: Source, span: Span, first: int, last: int, memory: memoryv
 def check_pads(source: Source, span: Span, first: int, last: int, memory: memoryview) -> None:
     """Check the padding in bytes ``[first, last)`` of ``span``. ``memory`` contains these bytes.
 
-    If ``first`` is 0, the padding before the span is checked too. ``first`` and ``last`` must be multiples of ``TENSOR_ALIGNMENT``, so that
-    no padding is split, but ``last`` may also be the end of the span. Raises InvalidPayload, MissingFile and Truncated.
+    If ``first`` is 0, the padding before the span is checked too. ``first`` and ``last`` must not split padding: they must be multiples of
+    ``TENSOR_ALIGNMENT``, or ``last`` the end of the span. Raises InvalidPayload, MissingFile and Truncated.
     """
     pads = span.pads
     if not first and pads and pads[0][2] == span.begin:

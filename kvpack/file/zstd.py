@@ -28,8 +28,7 @@ def decompress_frame(name: str, stored: memoryview, size: int, *, checksums: boo
     """Decode a zstd frame to ``size`` writable bytes.
 
     Memory is allocated only after ``size`` has been compared with the frame's header. With ``checksums=True`` (if the file has
-    ``FEATURE``), a frame without a content checksum is rejected, because versions of libzstd decode some malformed frames differently.
-    Raises InvalidPayload, with the tensor's ``name`` in the message.
+    ``FEATURE``), a frame without a content checksum is rejected. Raises InvalidPayload, with the tensor's ``name`` in the message.
     """
     import zstandard
 

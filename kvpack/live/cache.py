@@ -186,7 +186,7 @@ class LiveCache:
         return 1 if live is None or not live.seen_tokens else live.batch
 
     def shapes(self, layer: int) -> dict[str, tuple[int, int, int]]:
-        """Return (batch, heads, dim) of the keys and of the values of ``layer``, or an empty dict before its first tokens.
+        """Return (batch, heads, dim) of the keys and of the values of ``layer``. The dict is empty before the layer's first tokens.
 
         After ``reset``, a layer accepts a different batch size. Raises OutOfBounds if the cache has no such layer.
         """

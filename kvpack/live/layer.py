@@ -309,7 +309,7 @@ class LiveLayer:
 
     @contextmanager
     def _update_both_sides(self) -> Iterator[None]:
-        """Return a context manager that undoes all changes to keys and values on failure, so that both have the same tokens."""
+        """Return a context manager that undoes all changes to keys and values on failure."""
         states, counts = {name: side.state for name, side in self.sides.items()}, (self.skipped, self.raw_tokens)
         try:
             yield
@@ -338,7 +338,7 @@ class LiveLayer:
     def _last_boundary(self, token: int) -> int:
         """Return the last token index, at most ``token``, at which both keys and values can begin.
 
-        If possible, it is a whole number of windows after the beginning of a run, so that kernels stay the same.
+        If possible, it is a whole number of windows after the beginning of a run. Kernels then stay the same.
         """
         first = token
         for group in (self.window, 0):

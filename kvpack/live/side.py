@@ -156,9 +156,9 @@ class LiveSide:
     def encode(self, x: torch.Tensor, where: str, position: int, norms: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Encode ``x``, ``[batch, kv_head, token, dim]``, the whole token groups after the packed tokens. Returns the streams.
 
-        ``position`` is the position of the first token. ``norms``, if known, contains the norms of keys and of values, starting with this
-        token, ``[batch, kv_head, token]`` each. Raises InvalidParameter or ValueTooLarge, with ``where`` in the message. A warning about
-        lost precision is issued only once.
+        ``position`` is the position of the first token. If known, ``norms`` contains the norms of keys and of values from this token on,
+        each ``[batch, kv_head, token]``. Raises InvalidParameter or ValueTooLarge, with ``where`` in the message. A warning about lost
+        precision is issued only once.
         """
         runs, raw, chosen_by = self.runs, self.codec.raw_positions, None
         if raw is not None and "k" in norms:

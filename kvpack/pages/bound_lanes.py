@@ -362,7 +362,7 @@ def _has_contiguous_channels(tensors: Sequence[torch.Tensor]) -> bool:
 def _layer_groups(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int, tuple[int, int, int]]]:
     """Return groups of layers that are evenly spaced in memory, ideally a single one.
 
-    Each group is (first layer, number of layers, address, bytes per slot, (bytes per layer, per head, per token)).
+    Each group is a tuple of first layer, number of layers, address, bytes per slot, and a tuple of bytes per layer, per head and per token.
     """
     size = tensors[0].element_size()
     strides = {tuple(stride * size for stride in x.stride()[:3]) for x in tensors}

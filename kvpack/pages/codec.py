@@ -86,7 +86,7 @@ class PageCodec:
 
     @property
     def raw_tokens_left_out(self) -> int:
-        """Number of tokens, so far, that should have been kept raw but did not fit in their page. Waits for all devices."""
+        """Number of tokens, so far, that should be raw but did not fit in their page. Waits for all devices."""
         return self._left_out.count + sum(int(device.left_out[0]) for device in self._devices.values())
 
     def encode_into(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, *, keys: Sequence[bytes] | None = None) -> list[Outcome]:
@@ -114,8 +114,8 @@ class PageCodec:
     ) -> list[Outcome]:
         """Decode ``rows`` into the pages in ``slots``. Returns a list with None for each decoded page, and an error for each other page.
 
-        A page with an error is left unchanged. Before anything is written, each row's checksum, namespace, geometry and recipe are checked
-        and, if ``keys`` are passed, the digest of its key. With ``check_values=True``, for rows from untrusted sources, the codecs' rules
+        A page with an error is left unchanged. Before anything is written, each row's checksum, namespace, geometry and recipe are checked.
+        If ``keys`` are passed, the row's key is checked too. With ``check_values=True``, for rows from untrusted sources, the codecs' rules
         are checked too. Buffers in ``rows`` may be longer than a row. Raises InvalidParameter or OutOfBounds if an argument is invalid for
         all pages.
         """

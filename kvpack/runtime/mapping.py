@@ -85,7 +85,7 @@ def populate(address: int, size: int) -> None:
 
 
 def is_cold(descriptor: int, begin: int, end: int) -> bool:
-    """Return True if less than half of bytes ``[begin, end)`` of an open file are in the page cache, or False if that is unknown.
+    """Return True if the page cache has less than half of bytes ``[begin, end)`` of an open file. Returns False if that is unknown.
 
     Linux reports cached pages only for files that the user owns or may write to.
     """

@@ -134,9 +134,9 @@ class Reader:
     a descriptor from ``open_direct``, reads bypass the page cache. Reads and pieces must then begin at multiples of ``BLOCK`` in the file
     and in memory, and whole blocks are written.
 
-    No read starts until ``allow`` is called. Use the reader as a context manager. Until it exits, the file's descriptor must stay open, and
-    ``memory``, which contains the target addresses, is kept alive and written to. The reader closes ``direct``. Raises MemoryError if no
-    thread can be started.
+    No read starts until ``allow`` is called. Use the reader as a context manager. Until it exits, the file's descriptor must stay open.
+    ``memory`` contains the target addresses, and is kept alive. The reader closes ``direct``. Raises MemoryError if no thread can be
+    started.
     """
 
     def __init__(

@@ -149,8 +149,7 @@ class Backend(Protocol):
     def put_all(self, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:
         """Store several entries of one chain in order. Returns the result of ``put`` for each entry.
 
-        ``entries`` maps positions in ``chain`` to the byte buffers of an entry. The call stops at the first entry that cannot be stored, so
-        that it waits for room at most once.
+        ``entries`` maps positions in ``chain`` to the byte buffers of an entry. The call stops at the first entry that cannot be stored.
         """
 
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:

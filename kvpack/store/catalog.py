@@ -97,8 +97,8 @@ class Prefix:
 class Catalog:
     """The entries of a location, by kind and key.
 
-    ``entries`` are the readable chunks. ``unreadable`` maps every other entry to the error that it causes, which is Undecryptable if only
-    its encryption key is missing. ``pages`` are serving engines' pages. ``states`` are keyed by the chunk that precedes them.
+    ``entries`` are the readable chunks. ``unreadable`` maps every other entry to its error: Undecryptable if only the encryption key is
+    missing. ``pages`` are serving engines' pages. ``states`` are keyed by the chunk that precedes them.
     """
 
     entries: Mapping[bytes, ChunkEntry]

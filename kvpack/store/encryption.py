@@ -119,7 +119,7 @@ class Cipher:
         """Decrypt the entry stored under ``key``. Memory is allocated only after every check that needs no encryption key.
 
         Raises NotKvpack if the entry is not encrypted, UnsupportedVersion if a later version encrypted it, Truncated or DigestMismatch if
-        it is damaged, Undecryptable if no available key can decrypt it, and MemoryError.
+        it is damaged, and Undecryptable if no available key can decrypt it.
         """
         view = memoryview(data)
         where = f"entry {key.hex()}"

@@ -106,7 +106,6 @@ DAMAGE = (DigestMismatch, InvalidHeader, InvalidPayload, NotKvpack, Truncated, N
 def means_damage(error: BaseException) -> bool:
     """Return True if ``error``, raised while checking a complete entry, means that no reader can use the entry.
 
-    An entry is not damaged if the reader lacks memory, descriptors, a codec, a key or a newer version, or if its disk fails. Another reader
-    may succeed.
+    If the cause may be the reader, such as a lack of memory, a codec or a key, another reader may succeed.
     """
     return isinstance(error, DAMAGE)

@@ -306,8 +306,7 @@ class Evictor:
         """Remove entries in ``order`` until ``excess`` bytes are freed, and then up to ``extra`` more entries. Returns the freed bytes.
 
         ``order`` yields (key, size) pairs. Pinned and ``protected`` entries are kept. At most ``max_entries`` are removed. After each page
-        of entries, the freed bytes are subtracted from the count ``usage_before``, so that other writers need not wait for the end of the
-        round.
+        of entries, the freed bytes are subtracted from the count ``usage_before``, for other writers to use.
         """
         protected = protected | self._pins.keys()
         removable = islice(((key, size) for key, size in order if key not in protected), max_entries)

@@ -118,7 +118,7 @@ class Folder:
     def remove(self, path: str) -> int | None:
         """Unlink an entry, and return its size in bytes.
 
-        Returns None if there is no such entry, or if it cannot be removed, which counts as a fault.
+        Returns None if there is no such entry. A failure also returns None, and counts as a fault.
         """
         try:
             status = os.stat(path, follow_symlinks=False)

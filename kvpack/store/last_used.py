@@ -30,7 +30,7 @@ _RECORD = re.compile(r"(?P<time>[0-9]{20})-[0-9a-f]{16}(-ttl(?P<ttl>[0-9]{1,10})
 
 
 class LastUse(NamedTuple):
-    """An entry's last use, in nanoseconds since 1970, and the number of seconds after which it then expires (None for never)."""
+    """An entry's last use, in nanoseconds since 1970, and its time to live in seconds (None for unlimited)."""
 
     used_ns: int
     ttl: int | None

@@ -255,7 +255,7 @@ class Store:
                 self._leases.release(requested)
 
     def _log_short_prefix(self, tokens: int) -> None:
-        """Log a warning, once per store, that a prefix is too short to be stored, so that lookups of it always miss."""
+        """Log a warning, once per store, that a prefix is shorter than one chunk and is never stored."""
         if not self._has_logged_short_prefix:
             self._has_logged_short_prefix = True
             log.warning(

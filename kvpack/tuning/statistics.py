@@ -214,7 +214,7 @@ class Statistics:
     def _named_views(
         layer_index: int, pair: tuple[torch.Tensor, torch.Tensor], framing: Framing | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, view) for the keys of layer ``layer_index``, its values and, with ``framing``, the frames of each.
+        """Yield (name, view) pairs for a layer's keys and values. With ``framing``, also yield them for the frames of both.
 
         The views are ``[batch, part, token, channel]``.
         """

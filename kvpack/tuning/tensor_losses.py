@@ -27,9 +27,8 @@ def single_tensor_recipe(layer: int, side: str, codec: str) -> str:
 def measure_tensor_losses(model: Any, basis: Basis, windows: Sequence[torch.Tensor], step: Callable[[], None]) -> dict[str, str]:
     """Return the losses of all tensors in the layers that ``basis`` describes, as metadata for the basis.
 
-    The smallest loss is noise, and is subtracted from all others. ``windows`` are token ids ``[1, token + 1]``. For each tensor, the scored
-    tokens of a window are read in one pass, over a cache in which only this tensor has been packed and decoded. ``step`` is called after
-    each pass.
+    The smallest loss is noise, and is subtracted from all others. ``windows`` are token ids ``[1, token + 1]``. For each tensor, a window's
+    scored tokens are read in one pass over a cache in which only this tensor was packed. ``step`` is called after each pass.
     """
     keys, values = (calibrated_codec(side, MEASURED_BITS, trellis=False) for side in "kv")
     recipe = Recipe(f"k={keys};v={values};{RAW_CLAUSE}", basis)

@@ -78,9 +78,8 @@ class Settings:
 
     ``tokens`` is the size of a window. Its last ``scored_tokens`` tokens are scored. The search uses ``windows`` windows, and the report
     uses another ``held_out_windows``. Codecs that encode tokens in groups keep incomplete groups raw, which increases the size. Multiples
-    of 128 avoid that. The model is in float32 on ``device``. Bits per value are computed for
-    files of ``file_tokens`` tokens, in which headers and the first raw tokens take up a smaller share than in a window, and in which layers
-    keep at most their sliding window.
+    of 128 avoid that. The model is in float32 on ``device``. Bits per value are computed for files of ``file_tokens`` tokens, which are
+    longer than windows.
     """
 
     tokens: int | None = None

@@ -68,8 +68,8 @@ def import_slot(
     file does not record. No codec can represent blocks of q4_1, q5_1 and iq4_nl. The cache of such a slot has no tokens, but only states
     that contain the blocks (see opaque.py).
 
-    Raises MissingFile, and the same errors as ``kvpack.pack``. Raises InvalidParameter if the file is of another kind or version, or if it
-    contains something that kvpack cannot store exactly: positions that are not consecutive, several sequences, images, or recurrent states.
+    Raises MissingFile, and the same errors as ``kvpack.pack``. Raises InvalidParameter for another kind or version of file, and for
+    anything that kvpack cannot store exactly: positions that are not consecutive, several sequences, images, or recurrent states.
     """
     where = path_text(path)
     fields = model_fields(model)
@@ -130,9 +130,9 @@ def export_slot(
     """Write ``cache``, which must come from llama.cpp, as a sequence state. Returns the file's size in bytes.
 
     ``dtype`` has the same meaning as in ``export_prompt_cache``, and ``windows`` as in ``import_slot``. Quantized blocks are written
-    unchanged, so ``dtype`` must be omitted for them. llama.cpp loads the file only in a context of the same model whose cache has the same
-    types, ``transposed`` (True if values are transposed, as they are without flash attention) and ``streams`` (1, or one per sequence if
-    the cache is not unified). These two default to the imported file's. ``progress`` counts layers.
+    unchanged, so ``dtype`` must be omitted for them. llama.cpp loads the file only in a context of the same model with the same cache
+    settings. ``transposed`` is True if values are transposed, as they are without flash attention. ``streams`` is 1, or one per sequence if
+    the cache is not unified. Both default to the imported file's. ``progress`` counts layers.
 
     Raises InvalidParameter if the cache did not come from llama.cpp, or if it contains something that such a file cannot represent: layers
     without keys or values, states, several sequences, windows with missing tokens, or unknown token ids. The message names the layer.

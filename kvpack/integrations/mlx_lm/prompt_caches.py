@@ -88,9 +88,9 @@ def export_prompt_cache(
     other layer a ``KVCache``, which keeps all tokens. Texts and numbers of ``cache.metadata`` are kept as texts. ``progress`` counts
     layers.
 
-    Raises InvalidParameter if mlx-lm's classes cannot represent the cache, because it does not start at position 0, has states, has a layer
-    without keys or values, or has a window with missing tokens. The message names the layer. Raises ValueTooLarge if ``dtype`` would make a
-    value infinite, and WriteFailed.
+    Raises InvalidParameter if mlx-lm's classes cannot represent the cache: if it does not start at position 0, or if a layer has states,
+    lacks keys or values, or lacks tokens of its window. The message names the layer. Raises ValueTooLarge if ``dtype`` would make a value
+    infinite, and WriteFailed.
     """
     where = path_text(path)
     if not where.endswith(".safetensors"):

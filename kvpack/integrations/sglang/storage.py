@@ -97,9 +97,10 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
 
     An identity covers everything else that the pages depend on. The geometry of a pool is read when SGLang registers the pool.
 
-    Options are passed in ``extra_config``: ``location``, ``recipe``, ``max_bytes``, ``threads``, ``adapter``, ``tenant``, ``basis`` (the
-    basis file, if the recipe needs one), and ``revision``, which identifies the weights if the model is not a folder. Methods are called by
-    threads of SGLang's cache controller, and may block. Raises InvalidParameter, which makes SGLang's request to attach the backend fail.
+    Options are passed in ``extra_config``: ``location``, ``recipe``, ``max_bytes``, ``threads``, ``adapter``, ``tenant``, ``basis`` and
+    ``revision``. ``basis`` is the basis file of a recipe that needs one. ``revision`` identifies the weights if the model is not a folder.
+    Methods are called by threads of SGLang's cache controller, and may block. Raises InvalidParameter, which makes SGLang's request to
+    attach the backend fail.
     """
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
@@ -387,7 +388,7 @@ def _layer_views(x: torch.Tensor, layout: str, layers: int, tokens: int, pages: 
 
 
 def _page_identity(config: Any, options: dict[str, Any], pool: Any, name: str, arranged: bool) -> Identity:
-    """Return the identity of pages, which covers everything that they depend on except tokens and salt.
+    """Return the identity of pages. It covers everything that they depend on, except tokens and salt.
 
     With ``arranged``, pages are raw bytes in the order of the pool's layout. The layout is then part of the identity. Rows of packed values
     are the same for all layouts.

@@ -32,9 +32,8 @@ def attention(
     q_head, dim]``, and None. An int32 mask ``[batch, 1, 1, 1]`` contains the first token that each sequence attends to (``masks.mask``).
     With any other mask, the layer of a KvpackCache is decoded for the call.
 
-    Raises InvalidParameter if ``attend`` does not support the call (dropout, a position bias, a mask over a layer that is not in a
-    KvpackCache, or no window although the layer has one), if the layer has no tokens, or if the mask covers tokens that the layer does not
-    have.
+    Raises InvalidParameter if the layer has no tokens, if the mask covers tokens that the layer does not have, or if ``attend`` does not
+    support the call. It does not support dropout, a position bias, or a missing window for a layer that has one.
     """
     starts = None if attention_mask is None else _first_visible_tokens(attention_mask)
     if isinstance(key, PackedStates):

@@ -453,6 +453,6 @@ def check_model(cache: Cache, model: Any, model_properties: Model) -> NamedModel
 
 
 def inspect_model(model: torch.nn.Module | None) -> tuple[Model | None, list[Any]]:
-    """Return the properties of ``model`` on which caches depend, and the transformers models that it consists of."""
+    """Return the properties of ``model`` on which caches depend, and the transformers models in it."""
     inside = models_in(model) if model is not None and hasattr(model, "modules") else []
     return (None if model is None else Model(model, inside)), inside

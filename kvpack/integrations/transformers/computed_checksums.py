@@ -130,7 +130,7 @@ def _row_sums(sums: torch.Tensor) -> list[bytes]:
 
 
 def _readable_sides(past: TransformersCache) -> Iterator[tuple[tuple[int, str], int, torch.Tensor]]:
-    """Yield ((layer number, side), position of the first token, values) for each layer's keys and values that can be read."""
+    """Yield the layer number and side, the position of the first token, and the values of all keys and values that can be read."""
     for number, layer in enumerate(past.layers):
         if isinstance(layer, PackedLayer):
             # Only forward passes change packed layers, and reading them would decode them.

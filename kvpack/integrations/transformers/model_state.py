@@ -34,7 +34,7 @@ def checkpointing_modules(model: torch.nn.Module) -> list[weakref.ref[Any]]:
 
 
 class ModelState:
-    """A summary of a model's adapters, weights, buffers, dtypes and mode that reveals later changes, even in place.
+    """A summary of a model's adapters, weights, buffers, dtypes and mode. It reveals later changes, even in place.
 
     Creating it reads no values and keeps no weights alive. It misses only changes through ``data``, or through memory that is shared with
     other libraries.
@@ -61,7 +61,7 @@ class ModelState:
 
 
 def _tensor_versions(model: torch.nn.Module) -> list[tuple[Any, ...]]:
-    """Return the versions of all parameters and buffers, in the order of their modules, so that swapping two of them is detected."""
+    """Return the versions of all parameters and buffers. They are in the order of the modules, so that a swap is detected."""
     return [_version(x) for x in _model_tensors(model)]
 
 

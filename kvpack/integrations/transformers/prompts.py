@@ -54,10 +54,10 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
 
 
 def _undetermined_inputs(inputs: Inputs) -> dict[int, str]:
-    """Return the inputs that token ids and a mask do not determine, by the position of the first token that they affect.
+    """Return the inputs that token ids and a mask do not determine, keyed by the first position that they affect.
 
-    Two kinds of inputs are omitted: ids that differ between rows, because known ids are compared, and hidden padding, because the next pass
-    must provide the mask.
+    Ids that differ between rows are omitted, because known ids are compared. Hidden padding is omitted, because the next pass must provide
+    the mask.
     """
     notes = zip(inputs.undetermined, inputs.starts, strict=True)
     return {start: text for text, start in notes if not text.endswith(ROWS_DIFFER) and not (text.endswith(PADDED) and inputs.hidden)}

@@ -142,8 +142,9 @@ class Record:
         return self._visible is not None or any(text.endswith((MASKED, PADDED)) for text in texts)
 
     def first_mismatch(self, ids: torch.Tensor) -> tuple[int, int, int, int] | None:
-        """Return (token, row, known id, other id) for the first id in ``ids``, ``[batch, token]``, that differs from the known one, or
-        None.
+        """Return the first id in ``ids``, ``[batch, token]``, that differs from the known one, or None if all agree.
+
+        It is returned as (token, row, known id, other id).
         """
         self._settle_pending()
         recorded = self._ids[:, : ids.shape[1]]
@@ -291,7 +292,7 @@ def known_id_rows(inputs: Inputs) -> torch.Tensor:
 
 
 def visible_tokens(inputs: Inputs, batch: int, tokens: int) -> torch.Tensor | None:
-    """Return a mask of the tokens that are not hidden, bool ``[batch, token]``, or None if the first ``tokens`` tokens are all visible."""
+    """Return a mask of the tokens that are not hidden, bool ``[batch, token]``, or None if no token is hidden."""
     if not inputs.hidden:
         return None
     visible = torch.ones(batch, tokens, dtype=torch.bool, device="cpu")

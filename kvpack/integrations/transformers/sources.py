@@ -97,7 +97,7 @@ def encoder_decoder_parts(inner_models: Sequence[Any], name: str) -> list[torch.
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def check_sources(trackers: Sequence[Tracker], actual: Sources) -> None:
-    """Check that a pass read the same inputs (``actual``) as both caches of an encoder-decoder model, which ``trackers`` track.
+    """Check that a pass read the inputs ``actual`` of both caches of an encoder-decoder model. ``trackers`` track the caches.
 
     Raises InvalidParameter if they differ, or if the caches have different sources. Issues a KvpackWarning once if a cache does not record
     its sources.

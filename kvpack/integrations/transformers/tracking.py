@@ -198,7 +198,7 @@ class Tracking(GenerateChecks):
             )
 
     def changed_identity(self) -> dict[str, str] | None:
-        """Return the fields by which the cache identifies its model, or None if the cache that it continues has the same fields.
+        """Return the fields by which the cache identifies its model. Returns None if they are those of the cache that it continues.
 
         If weights changed unnoticed since the last call, this is recorded for the tokens since then.
         """
@@ -342,7 +342,7 @@ class Tracking(GenerateChecks):
 
     @contextmanager
     def without_recording(self) -> Iterator[None]:
-        """Return a context manager that suspends recording, for calls that a CUDA graph captures as part of a recorded call."""
+        """Return a context manager that suspends recording, for calls that are captured in a CUDA graph during a recorded call."""
         self._muted = True
         try:
             yield

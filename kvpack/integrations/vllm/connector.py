@@ -34,8 +34,8 @@ TIER = "kvpack_tier"
 class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
     """The vLLM connector for ``"kv_connector": "KvpackConnector"``.
 
-    ``kv_connector_extra_config`` contains vLLM's options, ``placement``, the options of ``KvpackSpec``, and, with the placement "store",
-    those of ``KvpackTier``.
+    ``kv_connector_extra_config`` contains vLLM's options, ``placement``, and the options of ``KvpackSpec``. With the placement "store", it
+    also contains those of ``KvpackTier``.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

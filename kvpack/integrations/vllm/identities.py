@@ -38,9 +38,8 @@ _DRAFT = ("method", "model", "revision", "quantization", "kv_cache_dtype")
 def relevant_settings(vllm_config: Any) -> str:
     """Return a digest of the vLLM settings on which keys, values and states depend.
 
-    These are the model's configuration with all overrides, the dtype, the quantization, whether the weights come from the model's folder
-    (not with load_format="dummy"), the settings of multimodal preprocessing, and the draft model, whose layers may be in the cache. Raises
-    InvalidParameter if the installed vLLM version lacks one of these settings.
+    These include the model's configuration with all overrides, the dtype, the quantization, the load format, the settings of multimodal
+    preprocessing, and the draft model. Raises InvalidParameter if the installed vLLM version lacks one of these settings.
     """
     model = vllm_config.model_config
     settings = {name: value for name, value in model.hf_config.to_dict().items() if name not in _IGNORED_SETTINGS}

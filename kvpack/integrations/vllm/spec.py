@@ -33,9 +33,8 @@ from .worker import PackedWorker
 class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """The offloading spec with which vLLM's workers pack pages into its primary tier.
 
-    The options in ``kv_connector_extra_config`` are vLLM's own, and ``recipe``, ``basis``, ``layout``, ``threads``, ``revision``,
-    ``adapter``, ``tenant`` and ``any_version``, as for ``KvpackTier``. Raises InvalidParameter for an impossible configuration, before vLLM
-    starts serving.
+    The options in ``kv_connector_extra_config`` are vLLM's own, and those of ``KvpackTier`` that do not concern its store. Raises
+    InvalidParameter for an impossible configuration, before vLLM starts serving.
     """
 
     def __init__(self, config: Any) -> None:

@@ -109,9 +109,9 @@ class Search:
 class Grid:
     """Lists of the codewords that can be nearest to a direction, one list for every cell of the octahedral map.
 
-    Each cell stores the index of its list. Column k of ``_lists`` contains the k-th codeword of every list, or the first codeword of a list
-    that is shorter. Lists of two codewords come first, and cells with the same two codewords share a list. Longer lists follow, sorted by
-    length: ``_starts[k]`` is the first list with more than k codewords.
+    Each cell stores the index of its list. Column k of ``_lists`` contains the k-th codeword of every list. Shorter lists are padded with
+    their first codeword. Lists of two codewords come first, and cells with the same two codewords share a list. Longer lists follow, sorted
+    by length: ``_starts[k]`` is the first list with more than k codewords.
     """
 
     def __init__(self, codebook: torch.Tensor, resolution: int = _RESOLUTION) -> None:

@@ -107,8 +107,8 @@ def choose_range(
 def min_token_rms(scale_range: torch.Tensor, steps: int) -> torch.Tensor:
     """Return the smallest root mean square of a token's values that a range still encodes accurately: float32 ``[batch, kv_head, 1]``.
 
-    ``steps`` is the number of steps of a group's scale from its lowest to its highest code. The error of a center is its root times the
-    step of the roots; for smaller values, it exceeds the error of the scale.
+    ``steps`` is the number of steps of a group's scale from its lowest to its highest code. For smaller values, the error of the center
+    exceeds the error of the scale.
     """
     step = scale_range[..., 0::2].to(torch.float32).amax(-1)
     return (step * steps).square() * _MIN_SIZE_FACTOR

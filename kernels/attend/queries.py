@@ -68,8 +68,8 @@ def load_queries(
     """Load the ``Queries`` of a block of ``BLOCK`` rows of one sequence and KV head.
 
     ``q`` is float32 ``[sequence, column, padded row]``, and ``scales`` is float32 ``[sequence, padded row]``. Here, a sequence is one batch
-    entry and one KV head. With ``DUAL``, a tile row contains two tokens, so the query rows occur twice among the ``ROWS`` rows: once for
-    the first tokens, and once for the second tokens.
+    entry and one KV head. With ``DUAL``, a tile row contains two tokens, so each query row occurs twice among the ``ROWS`` rows, once per
+    token.
     """
     # Triton 3.6 accepts tuples and strings as function arguments only if they are bound to a name.
     WIDTHS: tl.constexpr = K.widths

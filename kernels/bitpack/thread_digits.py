@@ -51,8 +51,8 @@ class BitPiece(NamedTuple):
 class PairPiece(NamedTuple):
     """The part of two digits that is stored in one word.
 
-    Shifting word ``word`` right by ``shift`` (left if negative) and applying ``mask`` puts both parts at their bits, 16 bits apart. If
-    ``in_bytes``, the digits are the two bytes of a half-word, which must first be moved 16 bits apart.
+    Shifting word ``word`` right by ``shift`` (left if negative) and applying ``mask`` moves both parts to their final bits, 16 bits apart.
+    If ``in_bytes``, the digits are the two bytes of a half-word, which must first be moved 16 bits apart.
     """
 
     word: int

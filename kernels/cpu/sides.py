@@ -303,7 +303,7 @@ def _outlier_streams(stretch: Stretch) -> dict[str, torch.Tensor] | None:
 
 
 def _address_and_strides(stream: torch.Tensor) -> tuple[int, int, int, int] | None:
-    """Return the address of ``stream``, and its strides in bytes per batch entry, head and row, or None if rows are not contiguous."""
+    """Return the address of ``stream``, and its strides in bytes per batch entry, head and row. Returns None if rows are not contiguous."""
     expected = 1
     for size, stride in zip(reversed(stream.shape[3:]), reversed(stream.stride()[3:]), strict=True):
         if size > 1 and stride != expected:

@@ -191,8 +191,8 @@ def look_up_repeated(
 def look_up_pairs(words: tl.tuple, POSITION: tl.constexpr, BITS: tl.constexpr, SHARED: tl.constexpr) -> tl.tuple:
     """Look up two entries of two values per register (``word_lookup_ptx``).
 
-    Returns the lower words' entries, then the upper words' entries. ``words`` contains an int16 tile. For words of 24 bits, a tile with
-    their upper bytes and the first bit of each word's byte follow.
+    Returns the lower words' entries, then the upper words' entries. ``words`` contains an int16 tile. For words of 24 bits, it also
+    contains a tile with their upper bytes, and the first bit of each word's byte.
     """
     ASSEMBLY: tl.constexpr = word_lookup_ptx(POSITION, BITS, SHARED.offset, SHARED.copies, len(words) == 1)
     REGISTERS: tl.constexpr = register_constraints(2, len(words))

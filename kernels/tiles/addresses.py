@@ -44,8 +44,8 @@ def stream_addresses(streams: Mapping[str, torch.Tensor], requested: Sequence[St
 def describe_streams(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], streams: Sequence[Stream], first: int) -> tuple[RowStream, ...]:
     """Return the ``RowStream`` of each stream. Its address and strides are columns of the table ``rows``, beginning with column ``first``.
 
-    A stream never counts as more aligned than its rows, because no load crosses rows. Otherwise, kernels would be compiled again for each
-    alignment that the length of a cache happens to cause.
+    A stream never counts as more aligned than its rows. Otherwise, kernels would be compiled again for each alignment that the length of a
+    cache happens to cause.
     """
     result = []
     for number, stream in enumerate(streams):

@@ -38,7 +38,7 @@ def spare_tokens() -> int:
 def step_rows(
     model: Any, plain: Any, dense: Any, others: Mapping[str, Callable[[], Any]], packed: Mapping[str, kvpack.Cache], ids: torch.Tensor
 ) -> list[dict[str, Any]]:
-    """Return one row per cache. ``dense``, a DynamicCache, and ``others`` run with ``plain``; ``packed`` caches run with ``model``.
+    """Return one row per cache. ``packed`` caches run with ``model``, and all others with ``plain``. ``dense`` is a DynamicCache.
 
     All caches contain the tokens of ``ids``, ``[batch, token]``, except the last. Times are seconds per step and per generated token. If a
     cache cannot be created, its row has the ``error``.

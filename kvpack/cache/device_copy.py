@@ -68,7 +68,9 @@ class StreamBus:
 
 @cache
 def _copy_stream(device_index: int) -> Any:
-    """Return the copy stream of a device. It must never change: memory freed on a stream can be reused only on that stream."""
+    """Return the stream for copies to and from a device. It is always the same one, because PyTorch reuses freed memory only on the same
+    stream.
+    """
     return torch.cuda.Stream(device_index)  # type: ignore[no-untyped-call]
 
 

@@ -375,8 +375,8 @@ class PackedRuns(Sequence[PackedRun]):
     def append(self, run: PackedRun) -> PackedRuns:
         """Return the runs followed by ``run``.
 
-        To keep the number of runs small, ``run`` may be joined with earlier runs: each of the last runs is joined unless it has more tokens
-        than everything after it.
+        To keep the number of runs small, ``run`` may be joined with earlier runs. A run is joined with everything after it unless it has
+        more tokens.
         """
         number, tokens, after = len(self), run.tokens, run
         while number:

@@ -270,8 +270,8 @@ def relative_token_errors(run: EncodedRun) -> torch.Tensor | None:
 
     Returns None if no error can be too large.
 
-    The multiple is computed twice, for the absolute error and for the error relative to the token's norm, and the smaller result is
-    returned. Therefore, a large or small norm alone does not cause a report.
+    The smaller of two multiples is returned: that of the absolute error, and that of the error relative to the token's norm. A large or
+    small norm alone therefore does not cause a report.
     """
     codec, x, streams = run.codec, run.x, run.streams
     # With only two tokens, neither is an outlier.

@@ -275,7 +275,7 @@ def _expiry_text(until: int | None) -> str:
 
 
 def run_rm(arguments: argparse.Namespace) -> int:
-    """Remove the entries that match all filters, except pinned entries."""
+    """Remove the entries that match all filters. Pinned entries are kept."""
     from kvpack.coding.recipes import parse_recipe
     from kvpack.formats.errors import InvalidParameter
     from kvpack.store.removal import EntryFilter, remove

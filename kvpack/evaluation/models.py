@@ -134,7 +134,9 @@ def ids_per_window(tokens: int, text: Text) -> int:
 
 
 def window_starts(ids: int, size: int, count: int, seed: int) -> list[int]:
-    """Split ``ids`` ids into ``count`` equal parts, and return the start of a window of ``size`` ids at a random position in each part.
+    """Return the start of a window of ``size`` ids at a random position in each of ``count`` equal parts of a text.
+
+    The text has ``ids`` ids.
     """
     generator = torch.Generator().manual_seed(seed)
     part = ids // count

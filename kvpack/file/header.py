@@ -370,5 +370,5 @@ def unsupported_feature_message(feature: str) -> str:
 
 
 def prefix_error(where: str, error: KvpackError) -> KvpackError:
-    """Return the same error with ``where`` and a dot before its message, which must begin with a field name."""
+    """Return ``error`` with ``where`` and a dot before its message, which must begin with the name of a field."""
     return type(error)(f"{where}.{error}")

@@ -128,11 +128,11 @@ def _read(path: str | os.PathLike[str], max_bytes: int, description: str) -> tup
     return b"".join(pieces), mode
 
 
-def open_error(where: str, error: OSError | ValueError, operation: str = "a regular file") -> MissingFile:
-    """Return the MissingFile to raise for ``error``, which the system raised while opening the path ``where``."""
+def open_error(where: str, error: OSError | ValueError, description: str = "a regular file") -> MissingFile:
+    """Return the MissingFile to raise if opening ``where`` fails with ``error``. ``description`` describes the expected file."""
     system = isinstance(error, OSError)
     reason = (error.strerror if system else None) or error  # type: ignore[union-attr]
-    purpose = f" as {operation}" if operation != "a regular file" else ""
+    purpose = f" as {description}" if description != "a regular file" else ""
     number = error.errno if system else None  # type: ignore[union-attr]
     return MissingFile(f"{where or repr(where)}: could not be opened{purpose}: {reason}", filename=where, number=number or errno.ENOENT)
 

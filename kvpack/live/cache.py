@@ -219,7 +219,8 @@ class LiveCache:
     def try_update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None, following: int | None = None) -> int | None:
         """Add a few tokens quickly, if they need no further checks. Returns the number of tokens that the layer has seen.
 
-        Returns None, and adds nothing, if ``update`` must be called instead, or if layer ``following`` has seen fewer tokens.
+        Returns None, and adds nothing, if ``update`` must be called instead. This is also the case if layer ``following`` has seen fewer
+        tokens.
         """
         live, steps = self._layer_or_none(layer), self._steps[layer]
         if live is None or steps is None:

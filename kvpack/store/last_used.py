@@ -117,8 +117,8 @@ def merge_records(last: Mapping[bytes, LastUse], now_ns: int) -> dict[str, bytes
 def eviction_order(entries: Iterable[tuple[bytes, int]], last: Mapping[bytes, LastUse], now_ns: int) -> list[bytes]:
     """Return the keys of ``entries`` in the order of eviction, descendants before ancestors. ``entries`` are (key, time of the put) pairs.
 
-    If a writer has died, or has not put its record yet, its entries are in no record. Old entries without a record come before all others,
-    and recent ones after all others. Among them, the newest entry comes first, because a chain's ancestors are put before its descendants.
+    Entries are in no record if their writer has died or has not put its record yet. The old ones among them come first, and the recent ones
+    last. Both are ordered from newest to oldest, because a chain's ancestors are put before its descendants.
     """
     unnamed = sorted(((put_ns, key) for key, put_ns in entries if key not in last), reverse=True)
     present = {key for key, _ in entries}

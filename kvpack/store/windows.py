@@ -49,8 +49,8 @@ class SlidingWindows:
 def check_complete(cache: Cache, stored: int) -> None:
     """Check that every layer still has all tokens after the first ``stored`` tokens, which are already in the store.
 
-    If tokens are missing, raises InvalidParameter if ``stored`` is 0. Otherwise, issues a KvpackWarning, because the missing chunks may
-    have been stored earlier and then evicted.
+    If tokens are missing and nothing is stored, raises InvalidParameter. If something is stored, issues a KvpackWarning instead, because
+    the missing chunks may have been stored earlier and then evicted.
     """
     for number, layer in enumerate(cache):
         if layer.skipped > stored and layer.tokens:

@@ -179,7 +179,7 @@ class Statistics:
                     costs[name] = costs[name] + cost if name in costs else cost
         for name, cost in costs.items():
             _add_to_sum(self.costs, name, cost)
-        _check_depends(depends, tokens.shape[1] - count)
+        _check_dependence(depends, tokens.shape[1] - count)
         order = torch.randperm(count, generator=generator, device=tokens.device)
         for number, pair in enumerate(pairs):
             chosen = order[~raw[number][order]][:sampled]
@@ -274,8 +274,8 @@ def prefixes(count: int, predicted: int) -> list[tuple[int, int]]:
     return [(-(-count * part // parts), predicted * part // parts - predicted * (part - 1) // parts) for part in range(1, parts + 1)]
 
 
-def _check_depends(depends: bool, scored_tokens: int) -> None:
-    """Raise InvalidParameter if ``depends`` is False: predictions then do not depend on earlier keys or values."""
+def _check_dependence(depends: bool, scored_tokens: int) -> None:
+    """Raise InvalidParameter if predictions do not depend on earlier keys or values (``depends`` is False)."""
     if not depends:
         raise InvalidParameter(
             f"the {scored_tokens} predicted tokens of a window attend to no earlier tokens, as with chunked attention: "

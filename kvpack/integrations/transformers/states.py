@@ -46,7 +46,7 @@ class CapturedLength(PackedLength):
     """
 
     def _require_stable(self, result: bool, stable: bool) -> bool:
-        """Return ``result`` if it equals ``stable``, the result for all larger lengths. Otherwise, raise InvalidParameter."""
+        """Return ``result`` if it is also the result for all larger lengths, ``stable``. Otherwise, raise InvalidParameter."""
         if result is not stable:
             raise InvalidParameter(
                 "the model compares the cache length in Python, so a captured step could take the wrong branch as the cache grows"

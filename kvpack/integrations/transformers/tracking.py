@@ -200,7 +200,7 @@ class Tracking(GenerateChecks):
     def changed_identity(self) -> dict[str, str] | None:
         """Return the fields by which the cache identifies its model. Returns None if they are those of the cache that it continues.
 
-        If weights changed unnoticed since the last call, this is recorded for the tokens since then.
+        If weights changed unnoticed since the last call, that is recorded for the tokens added since then.
         """
         model = None if self._watched is None else self._watched()
         if not self.record.tokens:

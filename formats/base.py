@@ -463,10 +463,7 @@ class PlainCodec(Codec):
 
     @property
     def run_values(self) -> int:
-        """Number of values per head that a decoder computes from streams with one row per run.
-
-        Readers count them toward their memory limit.
-        """
+        """Number of values per head that a decoder computes once per run. Readers count them toward their memory limit."""
         return 0
 
     @property

@@ -81,7 +81,7 @@ def frequencies(counts: Numbers) -> Numbers:
 
 
 def cost_bits(counts: Numbers, table: Numbers) -> Numbers:
-    """Return the number of bits that symbols with these ``counts`` take with the frequencies ``table``: ``[table]``.
+    """Return the number of bits, ``[table]``, that symbols with these ``counts`` take with the frequencies ``table``.
 
     The result is infinite if a symbol that occurs has frequency 0.
     """

@@ -86,7 +86,7 @@ class CodecWithSidecars(Codec):
 
     @cached_property
     def folded_frame(self) -> FrameMap | None:
-        """The codec's only value map, if a single matrix product can apply both this map and the rotation to queries; otherwise None."""
+        """The codec's only value map, if it can be merged with the rotation into a single matrix product for queries. Otherwise None."""
         (value_map,) = self.value_maps if len(self.value_maps) == 1 else (None,)
         return value_map if isinstance(value_map, FrameMap) and type(self.codec).query is Codec.query else None
 

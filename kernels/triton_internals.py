@@ -262,7 +262,7 @@ The key contains everything on which Triton specializes.
 def launch_cached(
     function: Any, programs: int, device: torch.device, arguments: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]
 ) -> bool:
-    """Launch the kernel that ``launch_and_cache`` cached for arguments of the same kind. Returns False if there is none."""
+    """Launch the kernel that ``launch_and_cache`` cached for equivalent arguments. Returns False if there is none."""
     if (stream := current_stream(device.index)) < 0:
         return False
     try:

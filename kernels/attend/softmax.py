@@ -111,7 +111,8 @@ def add(
 
 @triton.jit
 def _weights(softmax: tl.tuple, scores: tl.tuple, loaded: tl.tuple, is_second: tl.tensor, V: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
-    """Return the new largest score and total, the weights of values, signs and outliers, and the factor that rescales earlier sums.
+    """Return the new largest score and total, three kinds of weights (for values, signs and outliers), and the factor that rescales earlier
+    sums.
 
     Weights are ``[warp, token, row]`` for each tile; the factor is ``[warp, 1, row]``.
     """

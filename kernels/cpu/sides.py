@@ -248,7 +248,7 @@ def _basis_numbers(codec: Codec, streams: Mapping[str, torch.Tensor], batch: int
 
 
 def _chunk_ranges(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the derived stream ``codecs.CHUNK_RANGES``. Words are ordered by chunk, then sequence, then head."""
+    """Return the derived stream ``codecs.CHUNK_RANGES``, for words that are ordered by chunk, sequence and head."""
     counts = streams["word_counts"].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF).permute(2, 0, 1)
     firsts = counts.flatten().cumsum(0).view(counts.shape) - counts
     words = torch.full_like(firsts, streams["words"].shape[2])

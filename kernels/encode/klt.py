@@ -146,7 +146,8 @@ def split_matrix(matrix: torch.Tensor, padded_dim: int) -> torch.Tensor:
 
 
 def _build_basis(codec: Klt, source: BasisRows, padded_dim: int) -> DeviceBasis | None:
-    """Build the ``DeviceBasis`` of ``source``. Returns None unless every table ascends; only then is the level of a value its code."""
+    """Build the ``DeviceBasis`` of ``source``. Returns None unless every table ascends, because only then is the level of a value its code.
+    """
     if len(source.rows) != 1:
         return None
     widths = codec.widths

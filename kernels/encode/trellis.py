@@ -117,7 +117,7 @@ def _search(
     BITS: tl.constexpr,
     CIRCULAR: tl.constexpr,
 ) -> tl.tensor:
-    """Return the last window of the path with the smallest squared error through ``values``, beginning at channel ``first_channel``.
+    """Find the path with the smallest squared error through ``values``, beginning at channel ``first_channel``. Returns its last window.
 
     Back-pointers are stored in ``back`` ``[channel, KEPT]``. With ``CIRCULAR``, the low bits of the first window and the high bits of the
     last window must equal ``shared``.

@@ -59,7 +59,8 @@ def _put_zeros(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
 def patch_positions(
     iota: tl.tensor, CONSTANTS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr, TRANSPOSED: tl.constexpr
 ) -> tl.tensor:
-    """Return the position in the patch of each value of a tile, computed from the loaded ``iota`` (``bitfields.load_column_fields``)."""
+    """Return the position in the patch of each value of a tile. It is computed from the loaded ``iota`` (``bitfields.load_column_fields``).
+    """
     WIDTH: tl.constexpr = CONSTANTS.width
     row = tl.load(iota + tl.arange(0, TOKENS)[None, :]).to(tl.int32)
     column = tl.load(iota + tl.arange(0, WIDTH)[None, :]).to(tl.int32)

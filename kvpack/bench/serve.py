@@ -137,7 +137,7 @@ def _measure(
 
 
 def random_model(shape: str, layers: int | None, device: str, dtype: str | None, *, random_weights: bool = True) -> Any:
-    """Create a model with random weights, whose shape is built in or read from a configuration.
+    """Create a model with random weights. Its shape is built in or read from a configuration.
 
     With ``random_weights``, all layers must have full or sliding attention, because their keys and values will be random.
     """

@@ -243,7 +243,8 @@ class _ScaleBenchmark:
         return statistics.median(taken)
 
     def _budget(self) -> int:
-        """Return the size of the location, or the larger budget in effect there. A smaller budget would not cause evictions."""
+        """Return the size of the location or, if it is larger, the budget in effect there. With a smaller budget, nothing would be evicted.
+        """
         with closing(open_backend(self._location, Counters(), UNENCRYPTED, LocationOptions())) as backend:
             return backend.largest_budget() if isinstance(backend, Directory) else backend.size()[1]
 

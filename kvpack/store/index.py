@@ -101,7 +101,7 @@ class Index:
             self._disconnect()
 
     def add(self, key: bytes, size: int, used_ns: int, description: str | None, rename: Callable[[], None]) -> None:
-        """Call ``rename``, which moves an entry's file to its final name, and add the entry with its description to the index.
+        """Add an entry with its description to the index, and call ``rename``, which moves the entry's file to its final name.
 
         Errors from ``rename`` propagate.
         """

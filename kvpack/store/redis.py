@@ -416,7 +416,7 @@ class Redis(SingleTierBackend):
     def _sizes_and_fronts(self, keys: Sequence[bytes], count: int = FRONT_BYTES) -> Sequence[tuple[int, bytes]]:
         """Return, for each of ``keys``, the size of its entry and the entry's first ``count`` bytes.
 
-        The size is 0, without bytes, if the key is missing or not a string, or if the server did not reply.
+        If the key is missing or not a string, or the server did not reply, the size is 0, and there are no bytes.
         """
         result: list[tuple[int, bytes]] = []
         for part in _split_into_batches(keys, _KEYS_AT_ONCE):

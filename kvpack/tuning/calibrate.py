@@ -290,7 +290,10 @@ def rate(basis: Basis, bits: float) -> dict[str, float]:
 
 
 def _columns_with_symbols(frames: Frames, step: int, chunk: int) -> float:
-    """Return the number of columns up to the last one that has a nonzero level in half of all chunks, averaged over frames."""
+    """Return the number of columns that take up space in a typical chunk, averaged over frames.
+
+    These are the columns up to the last one that has a nonzero level in half of all chunks.
+    """
     tables = frames.tables
     zeros = (tables.frequencies[:, 1 + tables.max_level] / rans.TOTAL) ** chunk
     used = zeros[frames.tables_at(step)] < 0.5
@@ -365,7 +368,7 @@ def _load_weights(folder: Path, dtype: str) -> Any:
 
 
 def _identity_in_any_dtype(folder: Path, network: Any) -> dict[str, str]:
-    """Return the identity of the model in ``folder``, with digests of its weights in each dtype in which users load models.
+    """Return the identity of the model in ``folder``, with a digest of its weights for each dtype in which users may load it.
 
     ``network`` is the same model, loaded in one of these dtypes.
     """

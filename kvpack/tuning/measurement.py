@@ -102,9 +102,9 @@ class Windows:
 def read_once(
     searched: Windows, windows: Sequence[torch.Tensor], scored_tokens: int, recipes: Sequence[str]
 ) -> tuple[list[float], dict[str, Loss]]:
-    """Return the losses of the uncompressed model and of ``recipes`` in ``windows``. The model and the basis are those of ``searched``.
+    """Return the losses of the uncompressed model and of ``recipes`` in ``windows``. Only one window is in memory at a time.
 
-    Only one window is in memory at a time.
+    The model and the basis are those of ``searched``.
     """
     exact: list[float] = []
     losses: dict[str, list[Loss]] = {recipe: [] for recipe in recipes}

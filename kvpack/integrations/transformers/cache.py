@@ -370,11 +370,11 @@ class KvpackCache(PassCalls):
         return tokens
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest ``-tokens_to_remove`` tokens of every layer, or none. Raises OutOfBounds or InvalidParameter.
+        """Drop the newest tokens of every layer. ``tokens_to_remove`` is their number, negated, as transformers passes it.
 
         Layers that keep states can only return to 0 and to the positions in ``states_at``. ``rewind`` finds the nearest of them. Tokens are
-        counted from the end of the longest layer, so all layers end at the same token, even after a forward pass that failed between two
-        layers.
+        counted from the end of the longest layer, so that all layers end at the same token, even after a forward pass that failed between
+        two layers. Raises OutOfBounds if a layer has too few tokens, and InvalidParameter for any other argument.
         """
         tokens_to_remove = as_integer(tokens_to_remove, "the number of tokens to remove")
         with self.passes.changing():
@@ -425,7 +425,7 @@ class KvpackCache(PassCalls):
         self.batch_repeat_interleave(rows // held)
 
     def begin_again(self, name: str) -> None:
-        """Drop all tokens, because the model ``name`` will compute them again. Issues a warning if there are any."""
+        """Drop all tokens, because the model called ``name`` will compute them again. If there are any, a warning is issued."""
         if tokens := self.passes.record.tokens:
             text = (
                 f"{name} computes all tokens again, because its RoPE uses different frequencies from here on: the {tokens} tokens in the "

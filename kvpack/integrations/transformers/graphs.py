@@ -401,7 +401,9 @@ def _get_generator(device: torch.device) -> torch.Generator:
 
 
 def _is_watched() -> bool:
-    """Return True if a PyTorch mode intercepts operations, which replays would bypass. Modes that only set the default device do not count.
+    """Return True if a PyTorch mode intercepts operations, which replays would bypass.
+
+    Modes that only set the default device do not count.
     """
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     function_modes = (mode for mode in modes if not isinstance(mode, DeviceContext))

@@ -209,7 +209,7 @@ def check_window(skipped: int, older: int, window: int | None) -> None:
 def check_attention_window(layer_window: int | None, attention_window: int | None, module: torch.nn.Module) -> None:
     """Raise InvalidParameter if attention is wider than ``layer_window``, the window that the cache keeps. None means no window.
 
-    Such a pass would need tokens that transformers' own cache keeps, but a packed layer does not.
+    Such a pass would need tokens that a packed layer has dropped.
     """
     if layer_window is not None and (attention_window is None or attention_window > layer_window):
         attended = "all tokens" if attention_window is None else f"a window of {attention_window}"

@@ -233,7 +233,9 @@ class NamedModel:
 
     @cached_property
     def identity_fields(self) -> dict[str, str]:
-        """Fields that identify the model. Blocks until the digest of the weights is known; it is omitted if the weights cannot be read."""
+        """Fields that identify the model. Blocks until the digest of the weights is known. If weights cannot be read, their digest is
+        omitted.
+        """
         if self._identity is None:
             return {}
         try:

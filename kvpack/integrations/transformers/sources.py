@@ -71,10 +71,7 @@ class EncoderCalls:
         return (sources[:1] if len(set(sources)) == 1 else sources) or None
 
     def _outputs(self, hidden: Any) -> tuple[str, ...]:
-        """Return the digest of each sequence's encoder output.
-
-        Digests are cached, because each decode step of ``generate`` passes the same tensor.
-        """
+        """Return the digest of each sequence's encoder output. Digests are cached, because each decode step passes the same tensor."""
         if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2 or hidden.is_meta:
             return ()
         version = 0 if hidden.is_inference() else hidden._version

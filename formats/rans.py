@@ -80,13 +80,13 @@ def frequencies(counts: Numbers) -> Numbers:
     return result
 
 
-def cost_bits(counts: Numbers, table: Numbers) -> Numbers:
-    """Return the number of bits, ``[table]``, that symbols with these ``counts`` take with the frequencies ``table``.
+def cost_bits(counts: Numbers, frequencies: Numbers) -> Numbers:
+    """Return the number of bits, ``[table]``, that symbols with these ``counts`` take with the ``frequencies``.
 
     The result is infinite if a symbol that occurs has frequency 0.
     """
     with numpy.errstate(divide="ignore"):
-        bits = PRECISION - numpy.log2(table.astype(numpy.float64))
+        bits = PRECISION - numpy.log2(frequencies.astype(numpy.float64))
     result: Numbers = (counts * numpy.where(counts > 0, bits, 0.0)).sum(1)
     return result
 
@@ -95,16 +95,16 @@ compiled_encoder: Callable[[Numbers, Numbers, Numbers, Numbers], Chunks | None] 
 """A faster equivalent of ``encode_in_numpy``, set by ``kvpack.coding.dispatch``. It returns None if it does not support the call."""
 
 
-def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers) -> Chunks:
+def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table_indices: Numbers) -> Chunks:
     """Encode with ``compiled_encoder`` if it is set and supports the call; otherwise, with ``encode_in_numpy``."""
-    result = compiled_encoder(symbols, lengths, tables, table) if compiled_encoder is not None else None
-    return encode_in_numpy(symbols, lengths, tables, table) if result is None else result
+    result = compiled_encoder(symbols, lengths, tables, table_indices) if compiled_encoder is not None else None
+    return encode_in_numpy(symbols, lengths, tables, table_indices) if result is None else result
 
 
-def encode_in_numpy(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers) -> Chunks:
+def encode_in_numpy(symbols: Numbers, lengths: Numbers, tables: Numbers, table_indices: Numbers) -> Chunks:
     """Encode the first ``lengths[i]`` symbols of each chunk i with the frequencies ``tables``, ``[table, symbol]``.
 
-    ``table`` contains the table index of each chunk, ``[chunk]``, or of each symbol, ``[chunk, symbol]``. Every symbol must have a
+    ``table_indices`` contains the table index of each chunk, ``[chunk]``, or of each symbol, ``[chunk, symbol]``. Every symbol must have a
     frequency above 0.
     """
     chunks, longest = len(symbols), int(lengths.max(initial=0))
@@ -116,7 +116,7 @@ def encode_in_numpy(symbols: Numbers, lengths: Numbers, tables: Numbers, table: 
     padded = numpy.zeros((chunks, steps * LANES), symbols.dtype)
     padded[:, :longest] = symbols[:, :longest]
     for step in reversed(range(steps)):
-        part, rows = padded[:, step * LANES : (step + 1) * LANES], _step_tables(table, step)
+        part, rows = padded[:, step * LANES : (step + 1) * LANES], _step_tables(table_indices, step)
         frequency, start = tables[rows, part].astype(numpy.uint64), starts[rows, part].astype(numpy.uint64)
         active = numpy.arange(step * LANES, (step + 1) * LANES) < lengths[:, None]
         full = active & (states >= frequency << numpy.uint64(32 - PRECISION))
@@ -131,18 +131,18 @@ compiled_decoder: Callable[[Chunks, Numbers, Numbers, Numbers], DecodedChunks | 
 """A faster equivalent of ``decode_in_numpy``, set by ``kvpack.coding.dispatch``. It returns None if it does not support the call."""
 
 
-def decode(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -> DecodedChunks:
+def decode(chunks: Chunks, lengths: Numbers, tables: Numbers, table_indices: Numbers) -> DecodedChunks:
     """Decode with ``compiled_decoder`` if it is set and supports the call; otherwise, with ``decode_in_numpy``."""
-    result = compiled_decoder(chunks, lengths, tables, table) if compiled_decoder is not None else None
-    return decode_in_numpy(chunks, lengths, tables, table) if result is None else result
+    result = compiled_decoder(chunks, lengths, tables, table_indices) if compiled_decoder is not None else None
+    return decode_in_numpy(chunks, lengths, tables, table_indices) if result is None else result
 
 
-def decode_in_numpy(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -> DecodedChunks:
+def decode_in_numpy(chunks: Chunks, lengths: Numbers, tables: Numbers, table_indices: Numbers) -> DecodedChunks:
     """Decode the first ``lengths[i]`` symbols of each chunk i to uint8. Symbols after a chunk's last one are undefined.
 
-    The frequencies ``tables``, ``[table, symbol]``, sum to ``TOTAL``. ``table`` contains the table index of each chunk, ``[chunk]``, or of
-    each symbol, ``[chunk, symbol]``. Any words, counts and states are safe to decode; ``DecodedChunks.faulty_chunks`` finds chunks that no
-    encoder produces.
+    The frequencies ``tables``, ``[table, symbol]``, sum to ``TOTAL``. ``table_indices`` contains the table index of each chunk,
+    ``[chunk]``, or of each symbol, ``[chunk, symbol]``. Any words, counts and states are safe to decode; ``DecodedChunks.faulty_chunks``
+    finds chunks that no encoder produces.
     """
     count, longest = len(lengths), int(lengths.max(initial=0))
     steps, shortest = -(-longest // LANES), int(lengths.min(initial=longest))
@@ -154,7 +154,7 @@ def decode_in_numpy(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Nu
     at, states = begins.copy(), chunks.states.astype(numpy.uint32).reshape(-1)
     for step in range(steps):
         slot = states & numpy.uint32(TOTAL - 1)
-        first = numpy.broadcast_to(_step_tables(table, step) * TOTAL, (count, LANES)).reshape(-1)
+        first = numpy.broadcast_to(_step_tables(table_indices, step) * TOTAL, (count, LANES)).reshape(-1)
         entries = slots.take(first + slot, mode="clip")
         symbols[step] = (entries & numpy.uint32(0xFF)).reshape(count, LANES)
         following = ((entries >> numpy.uint32(8) & numpy.uint32(TOTAL - 1)) + numpy.uint32(1)) * (states >> numpy.uint32(PRECISION))
@@ -174,12 +174,12 @@ def decode_in_numpy(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Nu
     return DecodedChunks(in_order, at - begins, states.reshape(count, LANES))
 
 
-def _step_tables(table: Numbers, step: int) -> Numbers:
+def _step_tables(table_indices: Numbers, step: int) -> Numbers:
     """Return the table index of each symbol in a step, int64 ``[chunk, LANES]``, or ``[chunk, 1]`` if each chunk has one table."""
-    if table.ndim == 1:
-        return table[:, None].astype(numpy.int64)
-    result = numpy.zeros((len(table), LANES), numpy.int64)
-    part = table[:, step * LANES : (step + 1) * LANES]
+    if table_indices.ndim == 1:
+        return table_indices[:, None].astype(numpy.int64)
+    result = numpy.zeros((len(table_indices), LANES), numpy.int64)
+    part = table_indices[:, step * LANES : (step + 1) * LANES]
     result[:, : part.shape[1]] = part
     return result
 

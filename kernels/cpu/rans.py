@@ -27,7 +27,7 @@ MIN_SYMBOLS = 1 << 18
 
 
 def decode(
-    chunks: rans.Chunks, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0
+    chunks: rans.Chunks, lengths: Numbers, tables: Numbers, table_indices: Numbers, threads: int | None = None, level: int = 0
 ) -> rans.DecodedChunks:
     """Decode ``chunks`` in C as ``formats.rans.decode`` does.
 
@@ -39,13 +39,13 @@ def decode(
     slots = rans.slot_table(tables)
     if len(slots) != len(tables) * rans.TOTAL:
         # With a wrong total in an unchecked table, C would read past the end of the slots.
-        return rans.decode_in_numpy(chunks, lengths, tables, table)
+        return rans.decode_in_numpy(chunks, lengths, tables, table_indices)
     lengths, symbols, read = (
         numpy.ascontiguousarray(lengths, numpy.int64),
         numpy.empty((count, longest), numpy.uint8),
         numpy.empty(count, numpy.int64),
     )
-    chunk_tables, symbol_tables = _split_table(table, len(tables), (count, longest))
+    chunk_tables, symbol_tables = _split_table(table_indices, len(tables), (count, longest))
     last = numpy.empty((count, rans.LANES), numpy.uint32)
     threads = min(library.thread_count(threads, torch.get_num_threads()), 1 + int(lengths.sum()) // MIN_SYMBOLS)
     # Chunks do not share output, and words past the end are read as 0.
@@ -58,9 +58,11 @@ def decode(
     return rans.DecodedChunks(symbols, read, last)
 
 
-def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0) -> rans.Chunks:
+def encode(
+    symbols: Numbers, lengths: Numbers, tables: Numbers, table_indices: Numbers, threads: int | None = None, level: int = 0
+) -> rans.Chunks:
     """Encode symbols in C as ``formats.rans.encode`` does. The library must be loaded, and ``level`` is an index into its ``levels()``."""
-    return join_chunks([encode_separately(symbols, lengths, tables, table, threads, level)])
+    return join_chunks([encode_separately(symbols, lengths, tables, table_indices, threads, level)])
 
 
 class SeparateChunks(NamedTuple):
@@ -82,14 +84,14 @@ def join_chunks(parts: Sequence[SeparateChunks]) -> rans.Chunks:
 
 
 def encode_separately(
-    symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0
+    symbols: Numbers, lengths: Numbers, tables: Numbers, table_indices: Numbers, threads: int | None = None, level: int = 0
 ) -> SeparateChunks:
     """Encode symbols as ``encode`` does, but leave the words of each chunk in their own array."""
     count, alphabet = len(lengths), tables.shape[1]
     symbols = numpy.ascontiguousarray(symbols, numpy.uint8)
     stride = symbols.shape[1]
     lengths = numpy.ascontiguousarray(lengths, numpy.int64)
-    chunk_tables, symbol_tables = _split_table(table, len(tables), symbols.shape)
+    chunk_tables, symbol_tables = _split_table(table_indices, len(tables), symbols.shape)
     # Symbols with frequency 0 do not occur; 1 avoids a division by zero.
     frequencies = numpy.maximum(tables, 1)
     steps = numpy.zeros((len(tables), _ALPHABET), _STEP)
@@ -109,14 +111,14 @@ def encode_separately(
     return SeparateChunks([row[stride - word_count :] for row, word_count in zip(words, written, strict=True)], written, states)
 
 
-def _split_table(table: Numbers, count: int, shape: tuple[int, ...]) -> tuple[Numbers | None, Numbers | None]:
-    """Return ``table`` as C reads it: one int64 index per chunk, or one uint8 index per symbol. The other element is None.
+def _split_table(table_indices: Numbers, count: int, shape: tuple[int, ...]) -> tuple[Numbers | None, Numbers | None]:
+    """Return ``table_indices`` as C reads it: one int64 index per chunk, or one uint8 index per symbol. The other element is None.
 
     The indices select one of ``count`` frequency tables, and ``shape`` is the shape of the symbols.
     """
-    if table.ndim == 1:
-        return numpy.ascontiguousarray(table, numpy.int64), None
-    result = numpy.ascontiguousarray(table, numpy.uint8)
+    if table_indices.ndim == 1:
+        return numpy.ascontiguousarray(table_indices, numpy.int64), None
+    result = numpy.ascontiguousarray(table_indices, numpy.uint8)
     # C uses these indices without a check.
     assert result.shape == shape
     assert int(result.max(initial=0)) < count

@@ -317,22 +317,26 @@ def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
     return sides.unpack_into(side, 0, side.tokens, out)
 
 
-def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.DecodedChunks | None:
+def _decode_chunks(
+    chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numbers, table_indices: rans.Numbers
+) -> rans.DecodedChunks | None:
     """Decode chunks in C, as ``rans.decode`` does. Returns None if the C kernels are unavailable or disabled."""
     if not _runs_c():
         return None
     from kvpack.kernels.cpu import rans as c_rans
 
-    return c_rans.decode(chunks, lengths, tables, table)
+    return c_rans.decode(chunks, lengths, tables, table_indices)
 
 
-def _encode_chunks(symbols: rans.Numbers, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.Chunks | None:
+def _encode_chunks(
+    symbols: rans.Numbers, lengths: rans.Numbers, tables: rans.Numbers, table_indices: rans.Numbers
+) -> rans.Chunks | None:
     """Encode symbols in C, as ``rans.encode_in_numpy`` does. Returns None if the C kernels are unavailable or disabled."""
     if not _runs_c():
         return None
     from kvpack.kernels.cpu import rans as c_rans
 
-    return c_rans.encode(symbols, lengths, tables, table)
+    return c_rans.encode(symbols, lengths, tables, table_indices)
 
 
 rans.compiled_decoder, rans.compiled_encoder = _decode_chunks, _encode_chunks

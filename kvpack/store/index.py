@@ -115,7 +115,9 @@ class Index:
 
         with self._guard(), self._transaction() as connection:
             if connection is not None:
-                number = None if description is None else self._text_ids.get(description) or tables.text_id(connection, description)
+                number = None
+                if description is not None:
+                    number = self._text_ids.get(description) or tables.find_description_id(connection, description)
                 with self._update_folder(connection, key[0]):
                     rename_once()
                     tables.replace_row(connection, key, size, used_ns, number, self._folder.cost)
@@ -264,7 +266,7 @@ class Index:
         with self._guard(), self._transaction() as connection:
             if connection is None:
                 return
-            current = {text: tables.text_id(connection, text) for text in {text for _, text in texts}}
+            current = {text: tables.find_description_id(connection, text) for text in {text for _, text in texts}}
             rows = [(current[text], tables.row_id(key)) for key, text in texts]
             connection.executemany("UPDATE entries SET about = ? WHERE id = ?", rows)
 
@@ -386,7 +388,7 @@ class Index:
             except OSError:
                 continue
             else:
-                number = None if description is None else tables.text_id(connection, description)
+                number = None if description is None else tables.find_description_id(connection, description)
                 tables.replace_row(connection, key, status.st_size, status.st_mtime_ns, number, self._folder.cost)
             statement = "UPDATE folders SET node = ?, changed = ? WHERE (folder, node, changed) = (?, ?, ?)"
             connection.execute(statement, (*after, key[0], *before))

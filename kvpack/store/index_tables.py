@@ -81,7 +81,7 @@ def replace_row(connection: sqlite3.Connection, key: bytes, size: int, used_ns: 
     _add_to_totals(connection, key[0], 1, size, cost(size))
 
 
-def text_id(connection: sqlite3.Connection, text: str) -> int:
+def find_description_id(connection: sqlite3.Connection, text: str) -> int:
     """Return the id of a description. Adds the description to the table if necessary."""
     connection.execute("INSERT OR IGNORE INTO abouts (text) VALUES (?)", (text,))
     return int(connection.execute("SELECT about FROM abouts WHERE text = ?", (text,)).fetchone()[0])

@@ -360,7 +360,7 @@ class _TokenRanges:
         """Return ``content`` as a list of texts and of ranges ``[start, stop]`` of token ids. Calls must follow the order of the
         conversation.
         """
-        kept = _longest_ending(content, self.text, self.at)
+        kept = _longest_suffix_length(content, self.text, self.at)
         begin = self.text.find(content[len(content) - kept :], self.at) if kept else -1
         if begin < 0:
             return [content]
@@ -375,7 +375,7 @@ class _TokenRanges:
         return [content] if offset < 0 else [*filter(None, (content[:offset], [first, last + 1], content[offset + len(middle) :]))]
 
 
-def _longest_ending(content: str, text: str, start: int) -> int:
+def _longest_suffix_length(content: str, text: str, start: int) -> int:
     """Return the length of the longest suffix of ``content`` that occurs in ``text`` at or after ``start``.
 
     Templates may drop the beginning of a message, such as reasoning, so that only a suffix occurs.

@@ -167,7 +167,7 @@ class Model(ExpectedLayers):
         settable = bool(decoder._can_set_attn_implementation()) and not other and not self.has_encoder
         self._tells_no_window = omits_window(decoder)
         self._may_use_packed_layers = settable and not reads_kv(decoder)
-        self.keeps_rope_deltas = _has_attribute(outer, "rope_deltas") or _names_sections(self.config)
+        self.keeps_rope_deltas = _has_attribute(outer, "rope_deltas") or _config_divides_positions(self.config)
         self.has_multidimensional_positions = self.keeps_rope_deltas or _has_attribute(outer, "mrope_section")
         self._decoder_config = decoder.config
 
@@ -383,10 +383,10 @@ def execution_device(model: torch.nn.Module) -> torch.device:
 
 def has_multidimensional_positions(attention: torch.nn.Module) -> bool:
     """Return True if an attention module divides rotary positions into sections, as in Qwen2-VL, according to its configuration or code."""
-    return _names_sections(getattr(attention, "config", None)) or _module_divides_positions(type(attention).__module__)
+    return _config_divides_positions(getattr(attention, "config", None)) or _module_divides_positions(type(attention).__module__)
 
 
-def _names_sections(config: Any) -> bool:
+def _config_divides_positions(config: Any) -> bool:
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     return "mrope_section" in _keys(rope)
 

@@ -137,7 +137,6 @@ class LiveCache:
         return self._continue_with(self.snapshot())
 
     def _continue_with(self, cache: Cache) -> LiveCache:
-        """Return a live cache with the tokens of ``cache`` and the options of this one."""
         copied = self._from_cache(cache, self.sliding_windows)
         # Keep the basis, which layers without tokens need.
         copied._recipe = self._recipe
@@ -174,9 +173,7 @@ class LiveCache:
         return 0 if live is None else live.tokens
 
     def skipped_tokens(self, layer: int) -> int:
-        """Return the number of old tokens that a sliding window has dropped from ``layer``. Raises OutOfBounds if the cache has no such
-        layer.
-        """
+        """Return how many old tokens a sliding window has dropped from ``layer``. Raises OutOfBounds if the cache has no such layer."""
         live = self._layer_or_none(layer)
         return 0 if live is None else live.skipped
 
@@ -217,10 +214,9 @@ class LiveCache:
             self._refresh_steps(layer)
 
     def try_update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None, following: int | None = None) -> int | None:
-        """Add a few tokens quickly, if they need no further checks. Returns the number of tokens that the layer has seen.
+        """Add a few tokens if they need no further checks, and return the number of tokens seen. Otherwise add nothing and return None.
 
-        Returns None, and adds nothing, if ``update`` must be called instead. This is also the case if layer ``following`` has seen fewer
-        tokens.
+        If layer ``following`` has seen fewer tokens, this also adds nothing.
         """
         live, steps = self._layer_or_none(layer), self._steps[layer]
         if live is None or steps is None:
@@ -376,8 +372,7 @@ class LiveCache:
         return cache
 
     def snapshot(self, packed: bool = False) -> Cache:
-        """Return a ``Cache``, like ``freeze``, even if a forward pass was interrupted between two layers. Raises InvalidParameter if a
-        value is not finite."""
+        """Return a ``Cache``, as ``freeze`` does, even between two layers of a forward pass. Raises InvalidParameter for a NaN or inf."""
         check_flag(packed, "packed")
         self._count_replayed_tokens()
         self._check_finite()
@@ -400,8 +395,7 @@ class LiveCache:
         self._change_layers(lambda live: live.truncate(tokens), layer)
 
     def keep_past(self, layer: int) -> None:
-        """Make a sliding-window layer keep tokens outside its window until ``truncate`` is called, which can then return to earlier tokens.
-        """
+        """Make a sliding-window layer keep tokens outside its window until the next ``truncate``, which can then go back to them."""
         live = self._layer_or_none(layer)
         self._kept.add(layer)
         if live is not None:
@@ -413,15 +407,13 @@ class LiveCache:
         self._shared.add(layer)
 
     def reset(self, layer: int | None = None) -> None:
-        """Drop all tokens of every layer, or of one layer. The next tokens may have a different batch size. Raises OutOfBounds if the cache
-        has no such layer.
-        """
+        """Drop all tokens of every layer, or of one layer. The next tokens may have another batch size. Raises OutOfBounds."""
         self._change_layers(LiveLayer.reset, layer)
 
     def select(self, indices: Any, layer: int | None = None) -> None:
         """Keep the sequences at ``indices`` of the batch, in that order, in every layer or in one layer. Indices may repeat.
 
-        Raises OutOfBounds or InvalidParameter.
+        Raises OutOfBounds for an index outside the batch, and InvalidParameter if ``indices`` are not integers.
         """
         rows = row_indices(indices)
         for live in self._selected_layers(layer):
@@ -479,8 +471,7 @@ class LiveCache:
         lost = [number for number, flag in zip(flags, result, strict=True) if flag]
         if lost:
             raise InvalidParameter(
-                f"layers[{lost[0]}]: a value added since the last roll is not finite: use a recipe with raw or lossless codecs, which "
-                "store any value"
+                f"layers[{lost[0]}]: a value added since the last roll is not finite: use a recipe with raw or lossless codecs"
             )
 
     def _layer_or_none(self, layer: int) -> LiveLayer | None:

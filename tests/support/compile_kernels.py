@@ -1,20 +1,22 @@
 """Compile the kernels that operations launch, for CUDA devices of one compute capability, on a machine without such a device.
 
-    python compile_kernels.py [--json] [--every] [--quick | --layouts] [--capability 90] [--dim 128] RECIPE...
+    python compile_kernels.py [--json] [--every] [--quick | --first | --layouts] [--capability 90] [--dim 128] RECIPE...
 
 Triton's interpreter accepts programs that its compiler rejects: for example, constants with two values, tuples without names, and loop
 variables that change shape. Here, launches only compile kernels, so results are uninitialized memory. By default, calls with the fewest and
 with the most options are compiled. ``--every`` compiles all calls whose code differs. With ``--quick``, only the first launch of each
-kernel is compiled to machine code, including the loaders' assembly, and the others up to Triton's layouts. With ``--layouts``, only
-attention is compiled, and only up to its layouts. For each kernel, the program prints the maximum number of registers per thread, bytes of
-shared memory per program, instructions, and stack bytes per thread (spilled registers), next to the device's limits. It also prints all
-failures, which include inline PTX that gets other elements in a register than it expects.
+kernel is compiled to machine code, including the loaders' assembly, and others up to Triton's layouts: of each constant of a kernel, every
+value once, or, with ``--every`` too, all combinations that the calls have. With ``--first``, nothing but the first launch of each kernel is
+compiled. With ``--layouts``, only attention is compiled, and only up to its layouts. For each kernel, the program prints the maximum number
+of registers per thread, bytes of shared memory per program, instructions, and stack bytes per thread (spilled registers), next to the
+device's limits. It also prints all failures, which include inline PTX that gets other elements in a register than it expects.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import struct
 import sys
 import tempfile
@@ -25,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import triton
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime import JITFunction
 
 import kvpack
 from kvpack.bench import compile_ahead
@@ -66,12 +69,14 @@ class Usage(NamedTuple):
 class CompiledKernels:
     """The kernels that were compiled for ``gpu``, by name, and the calls that failed; ``whole`` is True while machine code is generated.
 
-    ``assembled`` are the kernels that have been compiled to machine code for this recipe.
+    For the current recipe, ``assembled`` are the kernels that have been compiled to machine code, and ``values`` the values of constants
+    with which kernels have been launched.
     """
 
     def __init__(self, quick: bool, layouts: bool, gpu: Gpu) -> None:
         self.quick, self.only_layouts, self.gpu, self.whole = quick, layouts, gpu, not (quick or layouts)
         self.assembled: set[str] = set()
+        self.values: set[tuple[str, object, str]] = set()
         self.kernels: set[str] = set()
         self.keys: set[str] = set()
         self.failed: dict[str, str] = {}
@@ -156,6 +161,24 @@ def truncate_compilation(compiled: CompiledKernels) -> None:
     CUDABackend.add_stages = stages_now
 
 
+def skip_known_values(compiled: CompiledKernels, first: bool) -> None:
+    """Skip launches of a kernel in which each constant has a value of ``compiled.values``: only their combination is new.
+
+    If ``first`` is True, skip all launches of a kernel except the first.
+    """
+    do_compile = JITFunction._do_compile
+
+    def compile_new_values(self: Any, key: Any, signature: Any, device: Any, constants: Any, options: Any, *given: Any) -> Any:
+        compared = {"name": ""} if first else {**constants, "name": "", "warps": options.num_warps}
+        values = {(self.__name__, place, repr(value)) for place, value in compared.items()}
+        if values <= compiled.values:
+            return None
+        compiled.values |= values
+        return do_compile(self, key, signature, device, constants, options, *given)
+
+    JITFunction._do_compile = compile_new_values
+
+
 def option_calls(layer: kvpack.Layer, shape: compile_ahead.Shape, every: bool, quick: bool) -> dict[str, Callable[[], object]]:
     """Return calls of attention with options, by name: ``every`` one, those of many queries (``quick``), or some."""
     q, many = (torch.zeros(1, shape.q_heads, queries, shape.dim, dtype=torch.bfloat16) for queries in (9, 300))
@@ -171,18 +194,35 @@ def option_calls(layer: kvpack.Layer, shape: compile_ahead.Shape, every: bool, q
     return result
 
 
+def select_calls(recipe: kvpack.Recipe, shape: compile_ahead.Shape, options: argparse.Namespace) -> dict[str, Callable[[], object]]:
+    """Return the calls whose launches are compiled, by name."""
+    calls = compile_ahead.calls_to_compile(recipe, shape)
+    quick = options.quick or options.first or options.layouts
+    if options.layouts:
+        calls = {what: call for what, call in calls.items() if " queries over " in what}
+    else:
+        layer = kvpack.pack(compile_ahead.random_pairs(shape, compile_ahead.TOKENS[0]), recipe)[0]
+        calls |= option_calls(layer, shape, options.every, quick)
+    # Many queries over more runs launch nothing else, and take seconds.
+    repeated = re.compile(f"{compile_ahead.QUERIES} queries over (?!1 x)")
+    return {what: call for what, call in calls.items() if not (quick and repeated.match(what))}
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipes", nargs="+", metavar="RECIPE")
     parser.add_argument("--json", action="store_true", help="print a JSON object on the last line")
     parser.add_argument("--every", action="store_true", help="compile all calls whose code differs")
     parser.add_argument("--quick", action="store_true", help="generate machine code only for the first launch of each kernel")
+    parser.add_argument("--first", action="store_true", help="compile only the first launch of each kernel")
     parser.add_argument("--layouts", action="store_true", help="compile only attention, and no kernel to machine code")
     parser.add_argument("--dim", type=int, default=128, help="head dim (default 128)")
     parser.add_argument("--capability", type=int, default=90, choices=compile_ahead.CHIPS, help="compute capability times ten (default 90)")
     options = parser.parse_args(arguments)
     compiled = CompiledKernels(options.quick, options.layouts, compile_ahead.representative_gpu(options.capability))
     truncate_compilation(compiled)
+    if not options.every and (options.quick or options.first or options.layouts):
+        skip_known_values(compiled, options.first)
     shape = compile_ahead.Shape(dim=options.dim)
     with tempfile.TemporaryDirectory() as folder:
         if options.quick or options.layouts:
@@ -190,14 +230,11 @@ def main(arguments: list[str]) -> int:
             triton.knobs.cache.dir = folder
         for name in options.recipes:
             recipe = compile_ahead.parse(name, shape)
-            calls = compile_ahead.calls_to_compile(recipe, shape)
-            layer = kvpack.pack(compile_ahead.random_pairs(shape, compile_ahead.TOKENS[0]), recipe)[0]
-            if options.layouts:
-                calls = {what: call for what, call in calls.items() if " queries over " in what}
-            else:
-                calls |= option_calls(layer, shape, options.every, options.quick)
             compiled.assembled.clear()
-            for what, call in calls.items():
+            compiled.values.clear()
+            calls = select_calls(recipe, shape, options)
+            # After packing and unpacking, live caches: their launches have the most values that no others have.
+            for what, call in sorted(calls.items(), key=lambda item: re.search("pack|steps", item[0]) is None):
                 compiled.attempt(f"{name}: {what}", call)
     chip, _, room = compile_ahead.CHIPS[options.capability]
     limits = Usage(MAX_REGISTERS, room, MAX_INSTRUCTIONS, sys.maxsize)

@@ -357,12 +357,14 @@ def test_wrong_replies_of_a_server_are_misses(server: Server) -> None:
     ],
 )
 def test_permanent_errors_are_reported_when_opening(status: int, code: str, message: str | None) -> None:
+    # A timeout is no permanent error, and a busy machine may take seconds to answer.
+    patient = {} if message is None else {"timeout": 60.0}
     with run_lying_server() as (liar, options):
         liar.body = f"<Error><Code>{code}</Code></Error>".encode()
         liar.length, liar.status = len(liar.body), status
         for open_at in (
-            lambda: kvpack.Store("s3://bucket/prefix", IDENTITY, chunk=CHUNK, storage_options=options),
-            lambda: kvpack.Store([kvpack.Tier("s3://bucket/prefix", storage_options=options)], IDENTITY, chunk=CHUNK),
+            lambda: kvpack.Store("s3://bucket/prefix", IDENTITY, chunk=CHUNK, storage_options=options, **patient),
+            lambda: kvpack.Store([kvpack.Tier("s3://bucket/prefix", storage_options=options, **patient)], IDENTITY, chunk=CHUNK),
         ):
             if message is None:
                 assert open_at().load(prompt(1)) == (0, None)

@@ -197,9 +197,14 @@ sanitized-tests:
 # Tests import a quarter of the packages' 14,000 modules, which are compiled when they are first imported.
 # pip first, for --group (25.1), and setuptools: the package is then built without a second, unpinned download of it.
 # setuptools compares object files with C sources only, so files of an earlier build go: a header may have changed.
+# The C library is compiled while pip installs what kvpack needs.
+NEEDED = import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; d = p["optional-dependencies"]; \
+	print(*p["dependencies"], *d["bench"], *d["transformers"], sep="\n")
 $(INSTALLED): pyproject.toml $(CONSTRAINTS) $(wildcard kernels/cpu/*.[ch])
 	$(PYTHON) -m venv .venv
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) pip setuptools
 	rm -rf build/lib* build/temp*
-	$(PIP) install --no-compile --constraint $(CONSTRAINTS) --no-build-isolation --group docs --group fuzz --group test --editable '.[bench,transformers]'
+	$(BIN)/python -c '$(NEEDED)' >.venv/needed
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable . & built=$$!; \
+	$(PIP) install --no-compile --constraint $(CONSTRAINTS) --group docs --group fuzz --group test --requirement .venv/needed && wait $$built
 	touch $@

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from errno import EISDIR, ENOENT
 
-from kvpack.formats.errors import InvalidParameter, WriteFailed
+from kvpack.file.atomic import check_output_path
+from kvpack.formats.errors import InvalidParameter
 
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".py", "merges.txt", "vocab.txt")
 """Suffixes of files that belong to a model or its tokenizer."""
@@ -21,14 +21,11 @@ def check_output(arguments: argparse.Namespace, output: str, *inputs: str | None
     """Check that ``output`` can be a new file, and that writing it destroys no input or existing file. Call this before any work.
 
     Inputs may be folders, such as a store, and recipes may be files (``@FILE`` or ``FILE``). Raises InvalidParameter if the output is an
-    input or is inside one, even through a link, or if it exists and ``--force`` is not set, and WriteFailed if it is a folder or its folder
-    does not exist. In a model's folder (``arguments.model``), only the model's own files count as inputs.
+    input or is inside one, even through a link, or if it exists and ``--force`` is not set, and WriteFailed if it cannot be written. In a
+    model's folder (``arguments.model``), only the model's own files count as inputs.
     """
-    if not os.path.isfile(output):
-        # Writing rejects devices and pipes.
-        number = EISDIR if os.path.isdir(output) else 0 if os.path.isdir(os.path.dirname(output) or ".") else ENOENT
-        if number:
-            raise WriteFailed(f"{output}: could not be written: {os.strerror(number)}", filename=output, number=number)
+    check_output_path(output)
+    if not os.path.exists(output):
         return
     for path in filter(None, inputs):
         for name in (path, path.partition(";")[0].removeprefix("@")):

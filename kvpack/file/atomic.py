@@ -202,6 +202,17 @@ def _link_target(path: str | os.PathLike[str]) -> str:
     return target
 
 
+def check_output_path(path: str) -> None:
+    """Raise WriteFailed if a regular file ``path`` cannot be written. For commands, before they compute what they write."""
+    folder = os.path.dirname(path) or "."
+    if not path or (os.path.exists(path) and not os.path.isfile(path)):
+        raise WriteFailed(f"cannot write {path!r}: it is not a regular file: pass the path of a regular or a new file")
+    if not os.path.isdir(folder):
+        raise WriteFailed(f"cannot write {path}: {folder} is not a folder: pass a path in an existing folder")
+    if not os.access(folder, os.W_OK):
+        raise WriteFailed(f"cannot write {path}: {folder} is not writable: pass a path in a folder that is")
+
+
 def _check_writable(where: str, target: str) -> None:
     """Raise WriteFailed if ``target`` is a read-only file, which a rename would replace."""
     try:

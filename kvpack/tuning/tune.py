@@ -7,7 +7,6 @@ search does not use the held-out windows, on which the report compares recipes.
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,9 +26,9 @@ from kvpack.evaluation.models import (
     window_starts,
     window_tokens,
 )
-from kvpack.file.atomic import write_file
+from kvpack.file.atomic import check_output_path, write_file
 from kvpack.file.limits import MAX_TOKENS
-from kvpack.formats.errors import InvalidParameter, WriteFailed
+from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.fingerprint import model_name
 from kvpack.integrations.transformers.models import Model
 from kvpack.models import load_model, model_folder
@@ -158,7 +157,7 @@ def run(
     codecs = _parse_codecs(candidates or _default_candidates(loaded_basis, widths=widths, only_attendable=only_attendable), only_attendable)
     for path in (out, measurements):
         if path is not None:
-            _check_folder(path)
+            check_output_path(path)
     with model_folder(model) as folder:
         network = load_model(folder).to(settings.device)
         words = read_text(text, folder, vocabulary(network))
@@ -230,17 +229,6 @@ def _default_candidates(basis: Basis | None, *, widths: bool = False, only_atten
         return THOROUGH_CANDIDATES
     framed = FRAME_CANDIDATES if basis.sides_with_frames() and not only_attendable else ()
     return (*THOROUGH_CANDIDATES, *CALIBRATED, *framed)
-
-
-def _check_folder(path: str) -> None:
-    """Raise WriteFailed if the file ``path`` cannot be written."""
-    folder = os.path.dirname(path) or "."
-    if not path or (os.path.exists(path) and not os.path.isfile(path)):
-        raise WriteFailed(f"cannot write {path!r}: it is not a regular file: pass the path of a regular or a new file")
-    if not os.path.isdir(folder):
-        raise WriteFailed(f"cannot write {path}: {folder} is not a folder: pass a path in an existing folder")
-    if not os.access(folder, os.W_OK):
-        raise WriteFailed(f"cannot write {path}: {folder} is not writable: pass a path in a folder that is")
 
 
 def _choose_window_sizes(settings: Settings, text: Text, max_positions: int | None) -> _WindowSizes:

@@ -308,10 +308,10 @@ def test_unknown_words_in_a_recipe_are_reported(recipe: str, file: Path, tmp_pat
 def test_an_unwritable_folder_is_reported(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # The output is checked before a model is loaded.
     cache = ["cache", "--model", "no/model", "--prompt-file", file, "--out"]
-    for output, reason in ((tmp_path / "no" / "out", "No such file or directory"), (tmp_path, "Is a directory")):
+    for output, reason in ((tmp_path / "no" / "out", "no is not a folder: pass"), (tmp_path, "it is not a regular file: pass")):
         for words in (["convert", file, output, "kivi-4"], ["unpack", file, output], [*cache, output]):
             assert run(*words) == 3
-            assert capsys.readouterr().err == f"kvpack: {output}: could not be written: {reason}\n"
+            assert reason in capsys.readouterr().err
 
 
 def test_generate_refuses_a_file_before_it_loads_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -342,7 +342,7 @@ class Codec(EntryStreams, ABC):
         return tuple(digit for stream in self.packings() for digit in self.unpack(stream, streams, unpacker))
 
     def pack_digits(self, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Pack all codes into code streams; inverts ``digits``."""
+        """Pack all codes into code streams. This is the inverse of ``digits``."""
         packed: dict[str, torch.Tensor] = {}
         for stream, digit in zip(self.packings(), digits, strict=True):
             packed |= self.pack(stream, digit)

@@ -309,12 +309,12 @@ class Columns:
     def _are_valid(self, planes: Sequence[numpy.ndarray[Any, Any]]) -> bool:
         """Return True if reductions over the rows prove that ``planes`` are valid. False means that each value must be checked."""
         if self.binary:
-            return self.alphabets == self.bases and not self._wrong_planes(planes)
+            return self.alphabets == self.bases and not self._invalid_planes(planes)
         return self._column_limits is not None and bool((reduce_rows(planes[0], numpy.maximum) <= self._column_limits).all())
 
     def _check_rows(self, planes: Sequence[numpy.ndarray[Any, Any]], where: _RowPosition) -> None:
         if self.binary:
-            for number in self._wrong_planes(planes):
+            for number in self._invalid_planes(planes):
                 spare = planes[number] & self._spare_bits[number]
                 _check_limit(where._replace(where=f"{where.where}, plane {number}"), "spare bits of word", spare, 0)
         words = [plane.astype(numpy.uint64) for plane in planes]
@@ -337,7 +337,7 @@ class Columns:
                 _check_limit(where, f"symbol of field {k}", value[..., :used], alphabet - 1)
                 _check_limit(where, f"unused field {k}", value[..., used:], 0, used)
 
-    def _wrong_planes(self, planes: Sequence[numpy.ndarray[Any, Any]]) -> list[int]:
+    def _invalid_planes(self, planes: Sequence[numpy.ndarray[Any, Any]]) -> list[int]:
         """Return the indices of the planes in which a spare bit is set."""
         wrong = []
         for number, spare in self._spare_bits.items():

@@ -219,7 +219,7 @@ class CachedLaunch:
                 addresses.append(address)
                 low |= address
             if low % POINTER_ALIGNMENT == 0:
-                self.at(stream, *addresses)
+                self.launch_on(stream, *addresses)
                 return
         # Triton compiles for the current device.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -229,7 +229,7 @@ class CachedLaunch:
     def is_cached(self) -> bool:
         return self._launch is not None
 
-    def at(self, stream: int, *addresses: int) -> None:
+    def launch_on(self, stream: int, *addresses: int) -> None:
         """Launch the cached kernel on ``stream``, as returned by ``current_stream``.
 
         All addresses must be multiples of ``POINTER_ALIGNMENT``.
@@ -353,7 +353,7 @@ class LaunchChain:
                 low |= address
             if low % POINTER_ALIGNMENT == 0:
                 for launch, pointers in self._kept[first:] if first else self._kept:
-                    launch.at(stream, *[addresses[number] + skipped for number, skipped in pointers])
+                    launch.launch_on(stream, *[addresses[number] + skipped for number, skipped in pointers])
                 return
         for launch, places in self._launches[first:]:
             launch(*[(place if isinstance(place, torch.Tensor) else tensors[place], skipped) for place, skipped in places])

@@ -2,7 +2,7 @@
 
 Copies run while the host reads, checks or writes other data. All loads and saves of a device share one copy stream. The "caller's stream"
 is the stream that is current when the bus is created. Device memory allocated outside ``work`` belongs to the caller's stream, which may
-still be using it. Call ``follow`` before a copy to newly allocated memory, and ``order`` or ``close`` before memory is freed.
+still be using it. Call ``wait_for_caller`` before a copy to newly allocated memory, and ``close`` before memory is freed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StreamBus:
         self.device = torch.device("cuda", number)
         self._caller = torch.cuda.current_stream(self.device)
         self._stream: Any = _copy_stream(number)
-        self.follow()
+        self.wait_for_caller()
 
     def allocate_staging(self, nbytes: int) -> torch.Tensor:
         """Allocate uninitialized host memory, uint8 ``[nbytes]``, as the source or target of copies."""
@@ -48,13 +48,9 @@ class StreamBus:
         """Block until all copies before ``mark`` are done. Any thread may call this method."""
         mark.synchronize()
 
-    def follow(self) -> None:
+    def wait_for_caller(self) -> None:
         """Make later copies wait for all work already queued on the caller's stream."""
         self._stream.wait_stream(self._caller)
-
-    def order(self, mark: Any) -> None:
-        """Make later work on the caller's stream wait for the copies before ``mark``. The host does not block."""
-        self._caller.wait_event(mark)
 
     def work(self) -> AbstractContextManager[Any]:
         """Return a context manager in which new device work is queued in order with the copies."""
@@ -92,10 +88,7 @@ class HostBus:
     def wait(self, mark: None) -> None:
         return
 
-    def follow(self) -> None:
-        return
-
-    def order(self, mark: None) -> None:
+    def wait_for_caller(self) -> None:
         return
 
     def work(self) -> AbstractContextManager[Any]:

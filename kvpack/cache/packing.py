@@ -271,7 +271,7 @@ def _layers_together(states: Sequence[DenseLayer], recipe: Recipe) -> Iterator[t
 
 
 def _codecs(layer: DenseLayer, recipe: Recipe, layer_index: int, count: int) -> Codecs:
-    """Return the codecs of layer ``layer_index`` of ``count``. Raises the same errors as ``pack`` about keys and values."""
+    """Return the codecs of layer ``layer_index`` of ``count``. Raises the errors that ``pack`` raises for keys and values."""
     where = f"layers[{layer_index}]"
     for name, x in (("k", layer.k), ("v", layer.v)):
         # isinstance is slower for a protocol than for a class.

@@ -245,7 +245,7 @@ def load_layers(
         # Allocate everything before the first copy, which then waits for work that still uses the same memory.
         sizes = [group.nbytes for group in groups] if part.has_all_tokens else []
         targets = [torch.empty(size, dtype=torch.uint8, device=bus.device) for size in sizes]
-        bus.follow()
+        bus.wait_for_caller()
         created: list[tuple[SideOffsets, Side]] = []
         if part.has_all_tokens:
             for group, target, copies_of_group in zip(groups, targets, group_copies, strict=True):
@@ -392,7 +392,7 @@ def _copy_tokens(file: File, offsets: SideOffsets, memory: torch.Tensor, part: C
 def _copy_to_device(tensor: torch.Tensor, bus: Bus) -> torch.Tensor:
     """Copy ``tensor``, ``[batch, kv_head, row, ...]``, from staging memory to the device, head by head unless it is contiguous."""
     target = torch.empty(tensor.shape, dtype=tensor.dtype, device=bus.device)
-    bus.follow()
+    bus.wait_for_caller()
     with bus.work():
         if tensor.is_contiguous():
             bus.copy(target, tensor)

@@ -165,7 +165,7 @@ class Basis:
             raise OutOfBounds(f"{self.where}: the basis has no frames for the {_SIDE_NAMES[side]} of layer {layer}{_ADVICE}")
         return cached
 
-    def balanced(self, layer: int, frame: str) -> CalibratedFrames:
+    def balanced_frames(self, layer: int, frame: str) -> CalibratedFrames:
         """Return the frames for the keys of each head of ``layer``. ``frame`` is "balanced" or "centered".
 
         Raises OutOfBounds if the basis has none.
@@ -221,8 +221,8 @@ class Basis:
     def transform_parameters(self, layer: int, side: str, bits: float, raw: bool = False) -> CalibratedRows:
         """Return the parameters of the codec transform for the keys ("k") or values ("v") of one layer.
 
-        ``bits`` is the average number of bits per value over all layers. With ``raw=True``, it includes the raw tokens. Raises
-        OutOfBounds for a missing layer, or InvalidParameter if ``bits`` is out of range.
+        ``bits`` is the average number of bits per value over all layers. With ``raw=True``, it includes the raw tokens. Raises OutOfBounds
+        for a missing layer, and InvalidParameter if ``bits`` is out of range.
         """
         return CalibratedRows(self.rows(layer, side), self.digest, layer, frames=self.frames(layer, side), step=self.step(bits, raw))
 

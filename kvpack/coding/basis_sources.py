@@ -145,7 +145,7 @@ def _bind_basis(codec_index: int, codec: Codec, bases: Mapping[bytes, Basis]) ->
 def _bind_frames(codec_index: int, codec: Codec, sidecar: FrameMap, basis: Basis) -> Codec:
     assert isinstance(codec, CodecWithSidecars)
     try:
-        frames = basis.balanced(sidecar.layer, sidecar.frame).frames
+        frames = basis.balanced_frames(sidecar.layer, sidecar.frame).frames
         assert frames is not None
     except OutOfBounds as error:
         raise InvalidHeader(f"codecs[{codec_index}]: {error}") from None

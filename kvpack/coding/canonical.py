@@ -16,7 +16,7 @@ FIRST, LAST, BOTH = range(3)
 """Ways to number the layers of a range: from the first layer, from the last layer, or with one end from each."""
 
 
-class Range(NamedTuple):
+class LayerRange(NamedTuple):
     """A range of layers, from ``begin`` to ``end`` inclusive.
 
     ``counts`` is FIRST, LAST or BOTH. ``end`` may be infinity if layers are counted from the first, and ``begin`` may be minus infinity if
@@ -28,7 +28,7 @@ class Range(NamedTuple):
     end: float
 
     @classmethod
-    def from_item(cls, first: int, last: int) -> Range | None:
+    def from_item(cls, first: int, last: int) -> LayerRange | None:
         """Return the range for layers ``first`` to ``last``, as numbered in a recipe, or None if it covers all layers."""
         if first >= 0 and last >= -1:
             result = cls(FIRST, first, last if last >= 0 else math.inf)
@@ -43,18 +43,18 @@ class Range(NamedTuple):
     def is_all(self) -> bool:
         return (self.begin, self.end) in ((0, math.inf), (-math.inf, -1))
 
-    def may_overlap(self, other: Range) -> bool:
+    def may_overlap(self, other: LayerRange) -> bool:
         """Return True if the ranges overlap for at least one number of layers."""
         return self.counts != other.counts or self.counts == BOTH or (self.begin <= other.end and other.begin <= self.end)
 
-    def without(self, other: Range) -> list[Range]:
+    def subtract(self, other: LayerRange) -> list[LayerRange]:
         """Return the parts of this range that may be outside ``other``, depending on the number of layers."""
         if self.counts != other.counts:
             return [self]
         if self.counts == BOTH:
             return [] if self == other else [self]
         parts = (self.begin, min(self.end, other.begin - 1)), (max(self.begin, other.end + 1), self.end)
-        return [Range(self.counts, begin, end) for begin, end in parts if begin <= end and begin < math.inf and end > -math.inf]
+        return [LayerRange(self.counts, begin, end) for begin, end in parts if begin <= end and begin < math.inf and end > -math.inf]
 
 
 class CodecText(NamedTuple):
@@ -72,7 +72,7 @@ class CodecText(NamedTuple):
 class LayerException(NamedTuple):
     """Ranges of layers with a codec other than the default one."""
 
-    ranges: tuple[Range, ...]
+    ranges: tuple[LayerRange, ...]
     codec: CodecText
 
     @property
@@ -102,9 +102,9 @@ def canonical_text(rules: Sequence[tuple[str, LayerRanges, dict[str, CodecText]]
 
 def _reduce_rules(rules: Sequence[tuple[LayerRanges, CodecText]]) -> tuple[CodecText, list[LayerException]]:
     """Reduce the rules for keys, or for values, to a default codec and a list of exceptions in order."""
-    ranges: list[tuple[Range | None, CodecText]] = []
+    ranges: list[tuple[LayerRange | None, CodecText]] = []
     for items, codec in rules:
-        ranges += [(Range.from_item(*item), codec) for item in items or ((0, -1),)]
+        ranges += [(LayerRange.from_item(*item), codec) for item in items or ((0, -1),)]
     while True:
         last = max(number for number, (layers, _) in enumerate(ranges) if layers is None)
         base = ranges[last][1]
@@ -117,19 +117,19 @@ def _reduce_rules(rules: Sequence[tuple[LayerRanges, CodecText]]) -> tuple[Codec
         ranges = reduced
 
 
-def _layer_exceptions(rules: Sequence[tuple[Range, CodecText]], base: CodecText) -> list[LayerException]:
+def _layer_exceptions(rules: Sequence[tuple[LayerRange, CodecText]], base: CodecText) -> list[LayerException]:
     """Return the exceptions from the codec ``base``, without redundant ones. Their order depends only on their effect.
 
     A rule is redundant if later rules replace it, or if its codec is ``base``.
     """
-    remaining: list[tuple[Range, CodecText]] = []
+    remaining: list[tuple[LayerRange, CodecText]] = []
     for items, codec in reversed(rules):
         parts = [items]
         for later, _ in remaining:
-            parts = [uncovered for part in parts for uncovered in part.without(later)]
+            parts = [uncovered for part in parts for uncovered in part.subtract(later)]
         remaining += ((part, codec) for part in reversed(parts))
     remaining.reverse()
-    ordered: list[tuple[Range, CodecText]] = []
+    ordered: list[tuple[LayerRange, CodecText]] = []
     # A rule stays after earlier rules that may overlap it and select another codec.
     before = [
         {earlier for earlier, (items, codec) in enumerate(remaining[:number]) if codec != its_codec and items.may_overlap(its_items)}
@@ -150,9 +150,9 @@ def _layer_exceptions(rules: Sequence[tuple[Range, CodecText]], base: CodecText)
     return _group_rules(ordered)
 
 
-def _group_rules(rules: Iterable[tuple[Range, CodecText]]) -> list[LayerException]:
+def _group_rules(rules: Iterable[tuple[LayerRange, CodecText]]) -> list[LayerException]:
     """Combine consecutive rules that have the same codec, and join their adjacent ranges."""
-    groups: list[tuple[list[Range], CodecText]] = []
+    groups: list[tuple[list[LayerRange], CodecText]] = []
     for items, codec in rules:
         if groups and groups[-1][1] == codec:
             groups[-1][0].append(items)
@@ -161,7 +161,7 @@ def _group_rules(rules: Iterable[tuple[Range, CodecText]]) -> list[LayerExceptio
     return [LayerException(tuple(_join_ranges(sorted(ranges))), codec) for ranges, codec in groups]
 
 
-def _join_ranges(ranges: Sequence[Range]) -> list[Range]:
+def _join_ranges(ranges: Sequence[LayerRange]) -> list[LayerRange]:
     joined = list(ranges[:1])
     for before, after in pairwise(ranges):
         if after.counts == before.counts != BOTH and after.begin == joined[-1].end + 1:

@@ -268,7 +268,7 @@ class Recipe:
         rule = next(rule for rule in reversed(self.rules) if side in rule.sides and rule.covers(layer, layers))
         calibrated = balanced = None
         if rule.frame:
-            balanced = self._get_basis(rule, layers).balanced(layer, rule.frame)
+            balanced = self._get_basis(rule, layers).balanced_frames(layer, rule.frame)
         elif rule.balances_channels:
             balanced = self._get_basis(rule, layers).channel_queries(layer)
         elif rule.codec_id in CALIBRATED:

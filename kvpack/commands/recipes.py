@@ -145,7 +145,7 @@ def _show(
     shape: dict[str, int],
     model: _ModelShape | None,
 ) -> None:
-    """Print the table of ``rows`` and explain its columns. The rows are for caches of ``shape`` or, if set, of ``model``."""
+    """Print the table of ``rows`` and explain its columns. The rows are for caches of ``model`` or, if it is None, of ``shape``."""
     shapes = {(row["layers"], row["dim"]) for row in rows} or {(shape["layers"], shape["dim"])}
     same_shape = len(shapes) == 1
     if model is not None:

@@ -16,7 +16,7 @@ START_BYTES = 8
 
 
 class HasSides(Protocol):
-    """A layer. ``k`` or ``v`` is None if absent."""
+    """Protocol of layers. ``k`` or ``v`` is None if absent."""
 
     @property
     def k(self) -> object: ...

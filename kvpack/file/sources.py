@@ -57,7 +57,8 @@ def select_sources(sources: Sources, indices: Sequence[int]) -> Sources:
 
 
 def select_in_clause(text: str, indices: Sequence[int]) -> str:
-    """Return the clause for the sequences at ``indices`` of a batch. A text that does not list sources is returned unchanged."""
+    """Return the clause ``text`` with only the sources of the sequences at ``indices``. A text that lists no sources is returned unchanged.
+    """
     sources = parse_sources(text)
     if sources is None or max(indices, default=0) >= len(sources) > 1:
         return text

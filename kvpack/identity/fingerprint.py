@@ -84,7 +84,7 @@ class WeightsDigest:
         """The digest of all names, dtypes, shapes and values, with the prefix ``sha256:``. Blocks until it has been computed."""
         result = self._found | dict(zip(self._host_numbers, self._host.results(), strict=True))
         for device in self._devices:
-            result |= device.texts()
+            result |= device.digest_texts()
         total = hashlib.sha256()
         for name, number in zip(self._names, self._numbers, strict=True):
             total.update(f"{json_text([name, result[number]])}\n".encode())
@@ -119,7 +119,7 @@ class _DeviceDigests:
         # Only now may the memory be reused.
         self._memories = []
 
-    def texts(self) -> dict[int, str]:
+    def digest_texts(self) -> dict[int, str]:
         """Return the ``tensor_digest`` of each tensor by number."""
         import torch
 

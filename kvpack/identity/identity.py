@@ -291,7 +291,7 @@ class Identity:
 
         Raises:
             InvalidParameter: An adapter has effects that kvpack cannot determine, values are not in memory (on the meta device) or cannot
-                be read, or the model drops values at random.
+                be read, or the model is in training mode with random dropout.
         """
         from .modules import base_model, list_model_parts, windows_and_states
 

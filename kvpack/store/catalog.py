@@ -18,7 +18,7 @@ from .entries import FEATURE, ChunkFields, check_entry, open_entry
 from .entry_kind import FRONT_BYTES, check_size
 from .header_template import HeaderTemplates
 from .keys import ID_BYTES, check_basis, check_page, chunk_key
-from .state_entries import StatesFields, is_states
+from .state_entries import StateFields, is_states
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -200,7 +200,7 @@ def read_catalog(
                     continue
                 header = file.header
                 if is_states(file):
-                    named_states = StatesFields.from_file(file)
+                    named_states = StateFields.from_file(file)
                     _check_key(file.where, named_states.key, stored)
                     states[named_states.chunk_key] = StatesEntry(stored, named_states.chunk_key, header.recipe, header.start)
                     continue
@@ -283,7 +283,7 @@ def verify(
                 if file.header.is_basis:
                     check_basis(stored.key, data, cipher)
                 elif is_states(file):
-                    _check_key(file.where, StatesFields.from_file(file).key, stored)
+                    _check_key(file.where, StateFields.from_file(file).key, stored)
                 else:
                     fields = check_entry(file, None, None, None, max_entry_bytes)
                     key = chunk_key(fields.parent, fields.ids, fields.inputs)

@@ -13,7 +13,7 @@ from .encryption import Cipher, decrypt_entry
 from .entries import check_entry, open_entry
 from .entry_kind import FRONT_BYTES, EntryFormat, EntryKind, means_damage
 from .keys import check_basis, check_page
-from .state_entries import StatesFields, is_states
+from .state_entries import StateFields, is_states
 
 _MAX_KEYS = 65_536
 
@@ -32,7 +32,7 @@ def check_front(key: bytes, data: Data, cipher: Cipher | None, extra_check: Call
             check_basis(key, decrypted, cipher)
             return
         has_states = is_states(file)
-        named_key = StatesFields.from_file(file).key if has_states else check_entry(file, None, None, None).key
+        named_key = StateFields.from_file(file).key if has_states else check_entry(file, None, None, None).key
         if named_key != key:
             raise InvalidHeader(f"{file.where}: its header names the key {named_key.hex()}, expected {key.hex()}")
         if extra_check is not None and not has_states:

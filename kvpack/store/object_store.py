@@ -396,7 +396,7 @@ class ObjectStore(SingleTierBackend):
         return result
 
     def _names(self, operation: str, prefix: str) -> Listing | None:
-        return self._guard.request(operation, lambda: self._objects.names(prefix), None)
+        return self._guard.request(operation, lambda: self._objects.list_objects(prefix), None)
 
     def _size(self, key: bytes) -> int | None:
         return self._guard.request("match", lambda: self._objects.size(_object_name(key)), None)

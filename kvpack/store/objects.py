@@ -94,7 +94,7 @@ class Objects:
         except FileNotFoundError:
             return None
 
-    def names(self, prefix: str) -> list[tuple[str, int, int]]:
+    def list_objects(self, prefix: str) -> list[tuple[str, int, int]]:
         """Return (name, size in bytes, time of the put in nanoseconds) for each object in the folder ``prefix``."""
         self._check_process()
         return [

@@ -26,7 +26,7 @@ FEATURE = "prefix-states"
 
 
 @dataclass(frozen=True)
-class StatesFields:
+class StateFields:
     """The fields of an entry's header that describe its states."""
 
     key: bytes
@@ -34,7 +34,7 @@ class StatesFields:
     payload: bytes
 
     @classmethod
-    def from_file(cls, file: container.File) -> StatesFields:
+    def from_file(cls, file: container.File) -> StateFields:
         """Parse the header of an entry with states.
 
         Raises InvalidHeader if the entry has keys or values, does not have the states of exactly one sequence, or is stored under the wrong
@@ -89,7 +89,7 @@ def read(data: Data, chunk_key: bytes, position: int, model: Mapping[str, str], 
 
     file = open_entry(data, states_key(chunk_key))
     check_header(file, position, model, recipe)
-    named = StatesFields.from_file(file)
+    named = StateFields.from_file(file)
     if named.chunk_key != chunk_key:
         raise InvalidHeader(f"{file.where} has the states after the chunk {named.chunk_key.hex()}, expected those after {chunk_key.hex()}")
     check_payload_digest(named.payload, file_payload_digest(file, memoryview(data)), file.where)

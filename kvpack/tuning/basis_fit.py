@@ -86,7 +86,7 @@ def channel_costs(cost: torch.Tensor) -> torch.Tensor:
 
 
 def _cost_floors(statistics: Statistics, costs: dict[str, torch.Tensor], minimum: float) -> dict[str, torch.Tensor]:
-    """Return the cost to add to each channel, ``[part, channel]``, for each of ``costs``."""
+    """Return the amount by which to raise each channel's cost, ``[part, channel]``, for each of ``costs``."""
     shapes, sizes, losses = {}, {}, {}
     for name, cost in costs.items():
         mean = statistics.sums[name] / statistics.counts[name]

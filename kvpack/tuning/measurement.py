@@ -39,7 +39,7 @@ class Loss:
         return 8 * self.bytes / self.values
 
     @staticmethod
-    def combined(losses: Sequence[Loss]) -> Loss:
+    def combine(losses: Sequence[Loss]) -> Loss:
         """Combine the losses of one recipe in several windows."""
         return Loss(
             [divergence for loss in losses for divergence in loss.kl_divergences],
@@ -86,7 +86,7 @@ class Windows:
             for _ in self.exact:
                 self.step()
         else:
-            self.losses[recipe] = Loss.combined([self._measure(exact, recipe) for exact in self.exact])
+            self.losses[recipe] = Loss.combine([self._measure(exact, recipe) for exact in self.exact])
             if self.on_measured:
                 self.on_measured(recipe, self.losses[recipe])
         return self.losses[recipe]
@@ -113,4 +113,4 @@ def read_once(
         exact.append(window.read([tokens], scored_tokens).loss)
         for recipe, result in losses.items():
             result.append(window.loss(recipe))
-    return exact, {recipe: Loss.combined(result) for recipe, result in losses.items()}
+    return exact, {recipe: Loss.combine(result) for recipe, result in losses.items()}

@@ -135,7 +135,7 @@ def moved(change: Callable[[Any], Any]) -> Callable[[bytes], bytes]:
 
     def changed(data: bytes) -> bytes:
         file = container.open_bytes(bytearray(data), where="entry")
-        named = state_entries.StatesFields.from_file(file)
+        named = state_entries.StateFields.from_file(file)
         return b"".join(change((named, file)))
 
     return changed
@@ -186,10 +186,10 @@ def test_states_with_tokens_or_other_sequences_are_refused(tmp_path: Path) -> No
     kvpack.save(dataclasses.replace(stateful(CHUNK, []), recipe="kv=raw", model=model), path)
     file = container.open_file(path)
     with pytest.raises(InvalidHeader, match=r"the feature 'prefix-states' has 0 bytes, expected 80"):
-        state_entries.StatesFields.from_file(file)
+        state_entries.StateFields.from_file(file)
     file.header.ignorable[state_entries.FEATURE] = states_key(chunk) + chunk + bytes(16)  # type: ignore[index]
     with pytest.raises(InvalidHeader, match="is not an entry of states"):
-        state_entries.StatesFields.from_file(file)
+        state_entries.StateFields.from_file(file)
 
 
 LOADED = [(7, 2, 5, 7), (7, 2, 5), (6, 2, 5), (5, 2, 5), (5, 5), (5,), (4,), (3,), (2,), (1,), (0,)]

@@ -40,9 +40,6 @@ class LateBus(HostBus):
                 target.copy_(source)
                 self._made += 1
 
-    def order(self, mark: Any) -> None:
-        self.wait(mark)
-
     def close(self) -> None:
         self.wait(self.begun)
         self.closed = True

@@ -82,7 +82,7 @@ class CellBlock(NamedTuple):
 
 
 class Section(NamedTuple):
-    """The section of one of llama.cpp's caches. ``positions`` is int32 ``[cell]``. If ``transposed`` is set, values are transposed."""
+    """The part of a state file that holds one cache. ``positions`` is int32 ``[cell]``. If ``transposed`` is set, values are transposed."""
 
     streams: int
     sequence: int

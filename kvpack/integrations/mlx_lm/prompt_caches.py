@@ -42,7 +42,7 @@ _COUNT = re.compile(r"[0-9]{1,10}")
 
 
 class _FileMetadata(NamedTuple):
-    """The parsed metadata of a file: the class of each layer, the counts of each layer as text by index, and the caller's own texts."""
+    """The parsed metadata of a file. ``classes`` and ``counts`` have one item per layer, and ``texts`` are the caller's own."""
 
     classes: list[str]
     counts: list[dict[int, str]]

@@ -91,7 +91,7 @@ class ComputedChecksums:
             rows.append(before.index(row) if same is None and row in before else same)
         return None if None in rows else [row for row in rows if row is not None]
 
-    def sums(self, tokens: int) -> dict[tuple[int, str], tuple[int, Any]]:
+    def checksums_before(self, tokens: int) -> dict[tuple[int, str], tuple[int, Any]]:
         """Return the checksums of each layer's keys and values before token ``tokens``, as (position of the first token, ``[row, token]``)
         pairs.
         """

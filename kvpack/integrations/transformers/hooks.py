@@ -239,7 +239,7 @@ class Recording:
         record, computed = self._known_record(past_key_values)
         inputs = record.inputs
         assert inputs is not None
-        return replace(inputs, sums=computed.sums(record.tokens))
+        return replace(inputs, sums=computed.checksums_before(record.tokens))
 
     def snapshot_states(self, past_key_values: TransformersCache) -> None:
         """Copy the states of recurrent and convolution layers after the newest token to host memory."""

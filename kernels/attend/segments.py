@@ -284,7 +284,7 @@ def _decode_blocks(page: PackedRun, blocks: Sequence[tuple[int, int]], dtype: to
     while missing:
         first = missing[0][0]
         together = [block for block in missing if block[1] - first <= limit] or missing[:1]
-        decode = page.frame if dtype is None else page.decode
+        decode = page.decode_frame if dtype is None else page.decode
         values = decode(first, together[-1][1])
         exact = [values[:, :, start - first : stop - first] for start, stop in together]
         rounded = [block.to(dtype or torch.float16) for block in exact]

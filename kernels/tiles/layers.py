@@ -31,7 +31,7 @@ class PackedRun(Protocol):
     def slice(self, start: int, stop: int) -> PackedRun:
         """Return tokens ``[start, stop)``. ``start`` must be a multiple of the codec's token group."""
 
-    def frame(self, start: int, stop: int) -> torch.Tensor:
+    def decode_frame(self, start: int, stop: int) -> torch.Tensor:
         """Decode tokens ``[start, stop)`` to float32 ``[batch, kv_head, token, dim]`` in the coded frame."""
 
     def decode(self, start: int, stop: int) -> torch.Tensor:

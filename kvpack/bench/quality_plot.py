@@ -115,7 +115,7 @@ def plot(axes: Any, report: dict[str, Any], *, narrow: bool = False) -> None:
         )
     axes.set_xlabel("bits per value of the whole file" if narrow else "bits per value, every byte of the file counted (log scale)")
     axes.set_ylabel("KL divergence in nats (log scale), with 95% intervals")
-    _bits_axis(axes, [row["bits_per_value"] for row in rows], _NARROW_BITS if narrow else _BITS)
+    _set_bits_axis(axes, [row["bits_per_value"] for row in rows], _NARROW_BITS if narrow else _BITS)
     axes.grid(color="#dddddd", linewidth=0.6, zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
     if not narrow:
@@ -160,7 +160,7 @@ def _error_bar(row: dict[str, Any], lowest: float, highest: float) -> list[list[
     return [[middle - min(middle, max(low, lowest))], [max(middle, min(high, highest)) - middle]]
 
 
-def _bits_axis(axes: Any, bits: list[float], ticks: tuple[float, ...]) -> None:
+def _set_bits_axis(axes: Any, bits: list[float], ticks: tuple[float, ...]) -> None:
     from matplotlib import ticker
 
     low, high = min(bits) / 1.12, max(bits) * 1.12

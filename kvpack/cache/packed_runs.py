@@ -192,7 +192,7 @@ class PackedRun:
         """Return the streams of tokens ``[start, stop)`` by name, as ``Stretch.rows`` does."""
         return self.stretch.rows(start, stop, entries)
 
-    def frame(self, start: int, stop: int) -> torch.Tensor:
+    def decode_frame(self, start: int, stop: int) -> torch.Tensor:
         """Decode tokens ``[start, stop)`` to float32 ``[batch, kv_head, token, dim]``, without reversing the codec's rotation."""
         aligned = start - start % self.codec.group_tokens
         # Only whole token groups can be decoded, so there may be more tokens than requested.

@@ -115,7 +115,7 @@ class Side(PackedObject):
             )
         return run, first
 
-    def frame(self, start: int, stop: int) -> tuple[torch.Tensor, PackedRun | None]:
+    def decode_frame(self, start: int, stop: int) -> tuple[torch.Tensor, PackedRun | None]:
         """Decode tokens ``[start, stop)`` to float32 without reversing the codec's rotation. All tokens must be in one run or in the tail.
 
         Also returns the run, which can map queries to the rotated frame and sums back to the original one. For the tail, which is not
@@ -124,7 +124,7 @@ class Side(PackedObject):
         run, first = self.run_containing(start, stop)
         if run is None:
             return self.tail[:, :, start - first : stop - first].to(torch.float32), None
-        return run.frame(start - first, stop - first), run
+        return run.decode_frame(start - first, stop - first), run
 
     def tiles(self, per_tile: int, edges: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
         """Split the tokens into ranges of at most ``per_tile`` tokens that cross neither run boundaries nor the positions ``edges``."""

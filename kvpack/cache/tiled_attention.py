@@ -141,7 +141,7 @@ def _attend_tiles(
     run_sum, summed_run = torch.zeros_like(out), None
     run_q, queried_run = raw_q, None
     for start, stop in tiles:
-        keys, run = k.frame(start, stop)
+        keys, run = k.decode_frame(start, stop)
         if run is not queried_run:
             run_q, queried_run = raw_q if run is None else run.query(raw_q), run
         scores = plain_product(run_q, keys.transpose(-1, -2))
@@ -152,7 +152,7 @@ def _attend_tiles(
         shift = _finite_shift(new_largest)
         weights = torch.exp(scores - shift)
         rescale = torch.exp(largest - shift)
-        values, run = v.frame(start, stop)
+        values, run = v.decode_frame(start, stop)
         if run is not summed_run:
             out.add_(run_sum if summed_run is None else summed_run.original(run_sum))
             run_sum, summed_run = torch.zeros_like(out), run

@@ -433,9 +433,8 @@ class Redis(SingleTierBackend):
         return [*result, *[(0, b"")] * (len(keys) - len(result))]
 
     def _fetch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Sequence[bytearray]:
-        """Return the bytes of entries that have the sizes in ``sizes``. Stops at the first entry of a different size.
-
-        Never fetches more than these sizes.
+        """Return the bytes of entries with the expected ``sizes``, up to the first entry of another size. No more bytes than these are
+        fetched.
         """
         ranges = [
             (index, begin, min(begin + _BYTES_AT_ONCE, size))

@@ -74,7 +74,7 @@ def fit_frames(statistics: Statistics, framing: Framing, step: Callable[[], None
         step()
     unit = MAX_DEVIATION / max(deviations.max() for frames in fitted.values() for _, _, _, deviations in frames)
     scales = {tensor_key: numpy.stack([_scales(deviations * unit) for *_, deviations in frames]) for tensor_key, frames in fitted.items()}
-    tables = _train_tables(_to_columns(statistics, fitted, unit), scales)
+    tables = _train_tables(_transform_samples(statistics, fitted, unit), scales)
     return {
         tensor_key: Frames(
             torch.from_numpy(numpy.stack([numpy.concatenate([mean[None], matrix / unit]) for mean, matrix, _, _ in frames])).float(),
@@ -94,7 +94,7 @@ def _scales(deviations: Array) -> Array:
     return result
 
 
-def _to_columns(
+def _transform_samples(
     statistics: Statistics, fitted: dict[tuple[int, str], list[tuple[Array, Array, Array, Array]]], unit: float
 ) -> dict[tuple[int, str], Array]:
     """Return the samples transformed to columns, ``[frame, token, column]``, by (layer, side)."""

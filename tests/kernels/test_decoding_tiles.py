@@ -60,7 +60,7 @@ def test_every_loader_decodes_like_its_codec(codec: str, dtype: torch.dtype) -> 
     assert frame.codec is not None
     found = decoded(there, frame, 0, side.tokens, dtype).cpu().float()
     channels = scratch._channels(frame.codec)
-    coded = torch.cat([*(page.frame(0, page.tokens) for page in side.runs), made.rotation.forward(side.tail.float())], 2)
+    coded = torch.cat([*(page.decode_frame(0, page.tokens) for page in side.runs), made.rotation.forward(side.tail.float())], 2)
     real = channels < made.dim
     expected = coded[..., channels[real]]
     assert ((found[..., real] - expected).norm() / expected.norm()) < ERRORS[dtype]

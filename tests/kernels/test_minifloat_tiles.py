@@ -41,7 +41,7 @@ def test_every_product_of_nvfp4_is_exact(dim: int, dtype: torch.dtype, run_scale
     memory = torch.empty(block.elements, dtype=dtype, device=DEVICE)
     block.decode(there, None, memory, 0)
     found = block.tokens(memory, 0, 0, side.tokens).cpu().float()
-    expected = side.runs[0].frame(0, side.tokens)[..., scratch._channels(frame.codec)]
+    expected = side.runs[0].decode_frame(0, side.tokens)[..., scratch._channels(frame.codec)]
     assert torch.equal(found, expected)
 
 

@@ -96,7 +96,7 @@ def test_values_in_the_coded_frame_equal_those_of_torch(codec: str) -> None:
     made, _ = codecs(CODECS[codec], CODECS[codec], (64, 64))
     for page in random_side(made, 1, (128, 33), 0, 2).runs:
         there = {name: stream.to(DEVICE) for name, stream in page.streams.items()}
-        torch.testing.assert_close(decode.decode_frame(made, there).cpu(), page.frame(0, page.tokens), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(decode.decode_frame(made, there).cpu(), page.decode_frame(0, page.tokens), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.kernels

@@ -67,7 +67,7 @@ class ComputedChecksums:
         now = [x for _, _, x in _readable_sides(past)]
         return len(now) == len(self._seen) and all(seen() is x for seen, x in zip(self._seen, now, strict=True))
 
-    def rows(self, past: TransformersCache, tokens: int) -> list[int] | None:
+    def match_rows(self, past: TransformersCache, tokens: int) -> list[int] | None:
         """For each sequence of ``past``, return the recorded sequence that begins with the same ``tokens`` tokens.
 
         Returns None if a sequence has no match.

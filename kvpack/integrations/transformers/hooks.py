@@ -314,7 +314,7 @@ def _update_record(record: Record, computed: ComputedChecksums, cache: Transform
     have added tokens. If values have changed in any other way, the recorded inputs are discarded.
     """
     remaining = min(tokens, record.tokens)
-    rows = computed.rows(cache, remaining) if remaining else []
+    rows = computed.match_rows(cache, remaining) if remaining else []
     if rows is None:
         record.forget(tokens)
         computed.crop(0)

@@ -16,7 +16,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidType, OutOfBounds
 from .cache.layer import Layer
 from .cache.tiled_attention import attend_chunk
 from .coding import dispatch
-from .runtime.modes import without_autocast
+from .runtime.modes import float32_no_grad, without_autocast
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -219,7 +219,9 @@ def cpu_attention(q: torch.Tensor, layer: Layer) -> PreparedAttention | None:
     if layer not in _cpu_calls:
         from kvpack.kernels.cpu.attend import PreparedAttention
 
-        _cpu_calls[layer] = PreparedAttention.create(layer.k, layer.v)
+        # Autocast would round the maps of raw tokens and scales, whose bytes C reads as float32.
+        with float32_no_grad(q.device):
+            _cpu_calls[layer] = PreparedAttention.create(layer.k, layer.v)
     return _cpu_calls[layer]
 
 

@@ -25,7 +25,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidType, NotConsecutive,
 from kvpack.formats.raw import EXACT_DTYPES
 from kvpack.formats.value_blocks import block_factor
 from kvpack.runtime.memory import empty
-from kvpack.runtime.modes import float32_no_grad
+from kvpack.runtime.modes import float32_no_grad, writable
 
 from .packed_objects import PackedObject
 from .packed_runs import PackedRun, PackedRuns, Stretch
@@ -161,9 +161,13 @@ class Side(PackedObject):
         if out.device != self.device:
             raise InvalidParameter(f"unpack_into: the tensor is on {out.device}, but the cache is on {self.device}: use the same device")
         with float32_no_grad(self.device):
-            # Kernels write contiguous channels.
-            rows = out.is_contiguous() or (out.device.type == "cpu" and out.stride(3) == 1)
-            self._unpack_into(out) if rows else out.copy_(self.unpack(out.dtype))
+            # Kernels write contiguous channels. Tables that are kept must not be created in inference mode.
+            if not out.is_inference() and (out.is_contiguous() or (out.device.type == "cpu" and out.stride(3) == 1)):
+                self._unpack_into(out)
+                return
+            values = self.unpack(out.dtype)
+            with writable(out):
+                out.copy_(values)
 
     def _unpack_into(self, out: torch.Tensor) -> None:
         remaining = unpack_into(self, out)
@@ -191,14 +195,15 @@ class Side(PackedObject):
         if self.tokens and (at_once := sequences_at_once(self)) < self.batch:
             rows = (range(first, min(first + at_once, self.batch)) for first in range(0, self.batch, at_once))
             return torch.cat([self.select(part).norms(start) for part in rows])
-        result = [torch.empty(self.batch, self.heads, 0, dtype=torch.float32, device=self.device)]
         per_tile = tokens_at_once(self.batch * self.heads * self.dim, 128, self.codec.group_tokens, self.device)
-        for first, stop in self.tiles(per_tile, (start,) if start < self.tokens else ()):
-            if first >= start:
-                run, begin = self.run_containing(first, stop)
-                part = self.tail[:, :, first - begin : stop - begin] if run is None else run.decode(first - begin, stop - begin)
-                result.append(dispatch.norms(part))
-        return torch.cat(result, 2)
+        with float32_no_grad(self.device):
+            result = [torch.empty(self.batch, self.heads, 0, dtype=torch.float32, device=self.device)]
+            for first, stop in self.tiles(per_tile, (start,) if start < self.tokens else ()):
+                if first >= start:
+                    run, begin = self.run_containing(first, stop)
+                    part = self.tail[:, :, first - begin : stop - begin] if run is None else run.decode(first - begin, stop - begin)
+                    result.append(dispatch.norms(part))
+            return torch.cat(result, 2)
 
     def prefix(self, tokens: int) -> Side:
         """Return the first ``tokens`` tokens. Packed bytes are shared."""

@@ -456,6 +456,16 @@ def test_a_side_unpacks_into_a_given_tensor(recipe: str) -> None:
             assert int(room.isnan().sum()) in (room.numel(), room.numel() - out.numel())
 
 
+def test_a_tensor_created_in_inference_mode_can_be_unpacked_into() -> None:
+    side = kvpack.pack(random_pairs(1, 40), "octopus-3")[0].k
+    assert side is not None
+    with torch.inference_mode():
+        out = torch.empty(side.batch, side.heads, side.tokens, side.dim)
+        side.unpack_into(out)
+    assert torch.equal(out, side.unpack(torch.float32))
+    side.unpack_into(out)
+
+
 def test_unsuitable_output_tensors_are_refused() -> None:
     side = kvpack.pack(random_pairs(1, 100), "kivi-2")[0].k
     assert side is not None

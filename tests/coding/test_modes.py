@@ -25,6 +25,9 @@ path = sys.argv[1]
 basis = Basis.load(sys.argv[2])
 context = contextlib.nullcontext()
 k, v = torch.randn(2, 1, 2, 70, 64, generator=torch.Generator().manual_seed(0))
+# These tokens are kept raw.
+k[:, :, 7] *= 9
+k[:, :, 40] *= 0.01
 q = torch.randn(1, 2, 3, 64, generator=torch.Generator().manual_seed(1))
 if mode == "autocast":
     context = torch.autocast("cpu", dtype=torch.bfloat16)
@@ -56,7 +59,7 @@ with context:
         cache = kvpack.load(path, basis=basis)
         with open(path, "rb") as file:
             digest = hashlib.sha256(file.read())
-        other = cache.append([(k, v)]).convert("kv=angle:n=48,norm=log4,arrangement=direct")
+        other = cache.append([(k, v)]).convert("kv=angle:n=48,norm=log4,arrangement=direct;raw=4,0.6,4")
         live = kvpack.LiveCache.of(cache)
         live.update(0, k, v)
         starts = kvpack.attend(q, cache[0], starts=[7], lengths=[60])

@@ -237,6 +237,8 @@ def _evict_all(location: Any, options: dict[str, Any]) -> None:
             basis = backend.count_present([BASIS.digest])
             assert basis or not chunks, "an entry is left without its basis"
             left.append((basis, chunks // CHUNK))
+            if left[-1] == (0, 0):
+                break
             ids = prompt(1, seed=100 + seed)
             other.save(ids, other_cache(len(ids)))
     assert left[0] == (1, 6)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvpack import cli
 from kvpack.coding import triton_version
+from support import warm_python
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,7 +60,8 @@ def output(program: str, folder: Path, *arguments: str) -> Any:
     """Return the JSON that ``program`` prints in a process without the interpreter, with Triton's cache in ``folder``."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", program, *arguments], env=environment, capture_output=True, text=True, check=False)
+    command = [warm_python.python(*warm_python.LAUNCHING), "-c", program, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 

@@ -47,9 +47,6 @@ OTHER_CHIPS = {
 }
 """Recipes that compile quickly, and the compute capabilities for which they are compiled. The other tests compile for 90 and 89."""
 
-LAUNCHING = tuple(f"kvpack.kernels.{name}" for name in ("attend.many_queries", "attend.growing", "decode.sides", "encode.encode"))
-"""Modules that every process of these tests imports."""
-
 LAYOUTS = {
     "k=octahedral:b=2,qjl=fp16;v=group:b=4,g=128,axis=channel,outliers=3": "reads of outliers",
     "k=octahedral:b=3;v=group:b=3": "lookups of triplets",
@@ -70,7 +67,7 @@ def compiled(folder: Path, *arguments: str) -> Any:
     """Compile in a process without the interpreter, and return the output."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
-    command = [warm_python.python(*LAUNCHING), "-c", PROGRAM, "--json", *arguments]
+    command = [warm_python.python(*warm_python.LAUNCHING), "-c", PROGRAM, "--json", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])

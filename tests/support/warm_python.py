@@ -37,6 +37,8 @@ TRANSFORMERS = ("transformers.models.llama.modeling_llama", "transformers.genera
 """Modules that programs with a model import, except kvpack's integration, which each program must import itself."""
 MODELS = ("kvpack.integrations.transformers", *TRANSFORMERS)
 """Modules that programs with a model and kvpack's integration import."""
+LAUNCHING = tuple(f"kvpack.kernels.{name}" for name in ("attend.many_queries", "attend.growing", "decode.sides", "encode.encode"))
+"""Modules that programs which launch kernels import."""
 
 CLIENT = """\
 #!{interpreter} -IS

@@ -132,6 +132,7 @@ def test_a_row_summarizes_its_windows(report: Any) -> None:
         assert [(part["tokens"], part["right"]) for part in recall["by_length"]] == [(512 - needles.QUESTION_TOKENS, recall["right"])]
 
 
+@pytest.mark.scenario
 def test_passes_that_fit_the_raw_tail_see_packed_tokens(model: Any, exact: windows.UncompressedResult, tmp_path: Path) -> None:
     def divergence(step: int) -> float:
         cache = windows.packed_file(exact.first, "kv=scalar:b=2;tail=8", str(tmp_path / "window"))
@@ -242,6 +243,7 @@ def test_the_divergence_equals_its_definition() -> None:
     assert windows._divergence(p.log().float(), q.log().float()) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.scenario
 def test_the_same_seed_gives_the_same_result(report: Any) -> None:
     assert without_times(quality.run(None, None, RECIPES, SETTINGS)) == without_times(report)
     other = quality.run(None, None, ["bf16"], quality.Settings(tokens=256, scored_tokens=8, windows=2, needles=0, seed=1))
@@ -249,6 +251,7 @@ def test_the_same_seed_gives_the_same_result(report: Any) -> None:
     assert other["uncompressed"]["needles"] is other["recipes"][0]["needles"] is None
 
 
+@pytest.mark.scenario
 def test_one_window_has_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = quality.run(None, None, ["bf16"], quality.Settings(tokens=64, windows=1, needles=0), out=str(tmp_path))
     assert found["recipes"][0]["log_perplexity_difference_interval"] is None
@@ -288,6 +291,7 @@ def test_verdict_names_recipes_whose_interval_alone_is_above_a_limit() -> None:
     ]
 
 
+@pytest.mark.scenario
 def test_preliminary_results_are_printed_immediately(tmp_path: Path) -> None:
     settings = quality.Settings(tokens=1024, windows=2, needles=1, scored_tokens=16, generated=4)
     lines: list[str] = []
@@ -366,6 +370,7 @@ def test_recall_by_depth_and_length() -> None:
     assert [(part["tokens"], part["right"], part["asked"]) for part in found["by_length"]] == [(100, 1, 2), (200, 2, 2)]
 
 
+@pytest.mark.scenario
 def test_generated_text_equals_that_of_single_steps(model: Any, tmp_path: Path) -> None:
     prompt = torch.tensor([[256, *demo_text()[:63]]])
     exact = generated.generate(model, prompt, 40, seed=3)

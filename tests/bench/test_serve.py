@@ -20,6 +20,7 @@ from kvpack.models import transformers_library
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="shapes for GPUs are too large for the CPU")
 
 
+@pytest.mark.scenario
 def test_the_table_has_rows_for_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     saved = []
     save = kvpack.save
@@ -135,6 +136,7 @@ def test_a_failing_first_token_becomes_a_row(monkeypatch: pytest.MonkeyPatch, ca
     assert "40 + 8, octopus-3: ValueError: the file is gone" in capsys.readouterr().out
 
 
+@pytest.mark.scenario
 def test_shape_is_read_from_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sliding-window layer holds no more than its window, and every pass has the positions that follow all tokens."""
     monkeypatch.setattr(serve_cpu, "STEPS", 2)
@@ -161,6 +163,7 @@ def test_shape_is_read_from_a_configuration(tmp_path: Path, monkeypatch: pytest.
     assert set(positions) == {*range(41, 41 + steps), 40 + serve.SUFFIX["cpu"]}
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("given", [None, "fp16"])
 def test_dtype_is_read_from_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
     monkeypatch.setattr(serve_cpu, "STEPS", 2)

@@ -201,6 +201,7 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
 }
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str, targets: Callable[[str], Target], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, plant = FAULTS[fault]

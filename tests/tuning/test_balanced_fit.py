@@ -159,6 +159,7 @@ def test_a_calibration_for_all_codecs_includes_balanced_frames(tmp_path: Path) -
     assert kvpack.pack(pairs, kvpack.Recipe(recipe, basis)).tokens == 40
 
 
+@pytest.mark.scenario
 def test_the_command_writes_balanced_frames(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "x.kvbasis"
     assert cli.main(["calibrate", "--balanced-only", "--tokens", "64", "--windows", "1", "--out", str(out)]) == 0

@@ -1,6 +1,6 @@
 """transformers architectures run losslessly over packed caches, or are refused with a one-sentence reason.
 
-One in three architectures is run here. ``make zoo`` runs all of them and writes the page that lists the results.
+One in six architectures is run here. ``make zoo`` runs all of them and writes the page that lists the results.
 """
 
 from __future__ import annotations

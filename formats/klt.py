@@ -195,7 +195,7 @@ class Klt(CodecFamily):
     def basis_rows(self, streams: Mapping[str, torch.Tensor]) -> BasisRows:
         """Return the basis rows for ``streams``, on the device of the streams.
 
-        Raises MissingBasis without a basis, or InvalidParameter if the number of heads is wrong.
+        Raises MissingBasis without a basis, and InvalidParameter if the number of heads is wrong.
         """
         if "rows" in streams:
             return BasisRows(streams["rows"][:, :, 0])
@@ -205,7 +205,7 @@ class Klt(CodecFamily):
     def with_basis_rows(self, streams: Mapping[str, torch.Tensor]) -> Klt:
         """Return an equivalent codec whose ``source`` contains the basis rows.
 
-        If the rows are stored in ``streams``, ``basis`` becomes their digest. Raises MissingBasis without a basis, or InvalidParameter if
+        If the rows are stored in ``streams``, ``basis`` becomes their digest. Raises MissingBasis without a basis, and InvalidParameter if
         the number of heads is wrong.
         """
         parts = self.basis_rows(streams)
@@ -218,7 +218,7 @@ class Klt(CodecFamily):
     def source_for(self, heads: int) -> BasisRows:
         """Return the basis rows for ``heads`` heads.
 
-        Raises MissingBasis without a basis, or InvalidParameter for another number of heads.
+        Raises MissingBasis without a basis, and InvalidParameter for another number of heads.
         """
         if self.source is None:
             raise missing_basis_error(self.basis_location)

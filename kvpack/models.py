@@ -27,7 +27,7 @@ def load_model(path: str | os.PathLike[str] | None = None, attention: str = "sdp
         attention: Name of the attention. "sdpa" falls back to eager attention for models without it (Gemma-2, GPT-OSS).
         dtype: Dtype of the weights; "auto" keeps the checkpoint's dtype.
 
-    Raises MissingFile, MissingPackage if transformers is not installed, or InvalidParameter if the model has an encoder or if transformers
+    Raises MissingFile, MissingPackage if transformers is not installed, and InvalidParameter if the model has an encoder or if transformers
     cannot load it as a causal model.
     """
     library, reasons = transformers_library(), []
@@ -104,7 +104,7 @@ def cache_shapes(path: str | os.PathLike[str]) -> list[LayerShape | None]:
     """Return the shape of each layer's cached keys and values, or None for a layer without any.
 
     ``path`` is a folder or a name on the hub. Only the configuration is read: a model without weights computes one token on the meta
-    device. Raises MissingFile, MissingPackage, or InvalidParameter if transformers cannot create a decoder from the configuration.
+    device. Raises MissingFile, MissingPackage, and InvalidParameter if transformers cannot create a decoder from the configuration.
     """
     library = transformers_library()
     folder = hub.model_folder(path, weights=False)

@@ -71,8 +71,8 @@ _device_bases: WeakKeyDictionary[BasisRows, dict[tuple[bytes, int | None, int, s
 def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
     """Encode ``x`` into ``output``. Returns False if the basis is not supported.
 
-    The basis must not be stored in the streams or differ between sequences, and its tables must ascend. Raises MissingBasis, or
-    InvalidParameter for a wrong number of heads or a singular matrix.
+    The basis must not be stored in the streams or differ between sequences, and its tables must ascend. Raises MissingBasis without a
+    basis, and InvalidParameter for a wrong number of heads or a singular matrix.
     """
     if codec.rows != "basis":
         return False

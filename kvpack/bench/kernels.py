@@ -112,7 +112,7 @@ def run(
     """Measure ``recipes`` (by default, each part's own) and return a report as JSON values.
 
     ``sweep`` adds contexts of many lengths and, with ``out``, a plot of them. ``peers`` adds FlashInfer, if it is installed. Raises
-    WriteFailed, or InvalidParameter, for example if there is no CUDA device.
+    InvalidParameter, for example if there is no CUDA device, and WriteFailed if ``out`` cannot be written.
     """
     named = [(text, parse_shape(text)) for text in shapes]
     for recipe in recipes or ():

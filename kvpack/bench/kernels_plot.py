@@ -19,7 +19,9 @@ OWN_BF16 = "bf16"
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Write the plot to ``path`` with the suffixes .png and .svg. Raises OSError, or MissingPackage if matplotlib is not installed."""
+    """Write the plot to ``path`` with the suffixes .png and .svg. Raises MissingPackage if matplotlib is not installed, and OSError if a
+    file cannot be written.
+    """
     figure = quality_plot.library().Figure(figsize=_SIZE, dpi=200, layout="constrained")
     sweep = report["sweep"]
     tokens = [table["tokens"] for table in sweep]

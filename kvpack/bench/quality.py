@@ -164,7 +164,7 @@ def run(
         show_line: Called with a first line that names the texts, and with preliminary results after each window, prompt and generated text.
 
     ``cpu_seconds`` are process times over all threads. Two runs with the same seed differ only in times, and in rounding if PyTorch uses
-    another number of threads. Raises InvalidParameter if a size is not supported or the device is missing, MissingFile, WriteFailed, or
+    another number of threads. Raises InvalidParameter if a size is not supported or the device is missing, MissingFile, WriteFailed, and
     MissingPackage if ``out`` is set but matplotlib is not installed.
     """
     began = time.process_time()

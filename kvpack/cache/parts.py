@@ -33,7 +33,7 @@ class CachePart:
     def from_arguments(cls, header: Header, layers: Layers | None, tokens: Tokens | None) -> CachePart:
         """Return the part of a file that the arguments of ``load`` select. None selects all layers or all tokens.
 
-        Raises InvalidParameter, or OutOfBounds if the file lacks a layer or a token.
+        Raises InvalidParameter for other values, and OutOfBounds if the file lacks a layer or a token.
         """
         count = len(header.layers)
         layer_indices = tuple(range(count)) if layers is None else _layer_indices(layers, count)

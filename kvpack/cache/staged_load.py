@@ -215,9 +215,9 @@ def load_layers(
 ) -> dict[int, Layer]:
     """Load the layers of ``part`` onto the device of ``bus``, and return them by index. The caller's stream waits for the copies.
 
-    Copying overlaps with reading. If all tokens are loaded, a layer's streams are views of one buffer. The host checks the file before the
-    copies. Then the device checks what its kernels support, and the host waits for the outcome: digests, the codecs' rules, and errors
-    visible only after full decoding. ``progress`` counts copies.
+    Bytes are copied while others are read. If all tokens are loaded, a layer's streams are views of one buffer. The host checks the file
+    before the copies. Then the device checks digests and values, as far as its kernels support this, and the host waits for the outcome.
+    ``progress`` counts copies.
 
     Errors are raised in this order: errors of ``File.read_side`` in file order, wrong digests found on the device, other errors found on
     the device. Also raises OutOfBounds as ``Cache.slice`` does.

@@ -56,8 +56,8 @@ def write_pieces(
     """Write an uncompressed file of ``contents`` atomically. Returns its size in bytes.
 
     ``pieces`` yields the bytes of each nonempty tensor of ``contents.layouts`` in order. It runs in the caller's thread, ahead of the
-    writes. ``progress(done, total)`` counts bytes. Raises InvalidParameter if a tensor gets the wrong number of bytes, LimitExceeded, or
-    WriteFailed as ``container.write`` does.
+    writes. ``progress(done, total)`` counts bytes. Raises InvalidParameter if a tensor gets the wrong number of bytes, and the same errors
+    as ``container.write``.
     """
     front = undigested_front(contents)
 

@@ -44,7 +44,7 @@ def find_basis(source: Basis | str | os.PathLike[str] | Sequence[Basis | str | o
     """Return the basis with the SHA-256 ``digest``. ``source`` is a basis, its path, a folder of ``*.kvbasis`` files, or a list of these.
 
     Files in a folder are tried in ascending order of size. Issues a KvpackWarning about each file that cannot be read as a basis. Raises
-    MissingBasis if no basis has this digest, or MissingFile if a path cannot be read.
+    MissingBasis if no basis has this digest, and MissingFile if a path cannot be read.
     """
     for location in source if isinstance(source, list | tuple) else [source]:
         for candidate in _candidate_bases(location, digest):

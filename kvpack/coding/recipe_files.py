@@ -38,8 +38,8 @@ def split_path(recipe: str | os.PathLike[str], presets: Container[str]) -> tuple
 def read_clauses(path: str, presets: Container[str]) -> list[tuple[int, str]]:
     """Return the clauses of a recipe file as (line number from 1, clause) pairs.
 
-    Raises MissingFile, or InvalidParameter if the file is too large, is not UTF-8, contains no clause, or names another recipe
-    file.
+    Raises MissingFile if the file does not exist, and InvalidParameter if it is too large, is not UTF-8, contains no clause, or names
+    another recipe file.
     """
     try:
         lines = read_text(path, MAX_FILE_BYTES, "a recipe file").splitlines()

@@ -286,8 +286,8 @@ class Recipe:
             raise InvalidParameter(f"{error}{_presets_for(dim, dtype)}") from None
 
     def _get_basis(self, rule: Rule, layers: int) -> Basis:
-        """Return the basis that ``rule`` requires. Raises MissingBasis, or InvalidParameter if the basis is for a different number of
-        layers.
+        """Return the basis that ``rule`` requires. Raises MissingBasis without a basis, and InvalidParameter if it is for a different
+        number of layers.
         """
         if self.basis is None:
             wanted = dict(rule.words).get("basis")

@@ -71,7 +71,7 @@ class Rule:
         """Return the rule's codec for keys ("k") or values ("v") with head dim ``dim`` and dtype ``dtype``.
 
         ``calibrated`` and ``balanced`` are parameters from a basis, for codecs that need one. Raises InvalidParameter if the codec does not
-        support the head dim, or InvalidType if an exact codec does not support ``dtype``.
+        support the head dim, and InvalidType if an exact codec does not support ``dtype``.
         """
         words = dict(self.words)
         if self.codec_id in _DTYPES and "dtype" not in words:

@@ -143,7 +143,8 @@ def _dense_metadata(cache: Cache) -> dict[str, str]:
 def _read_dense(path: str) -> tuple[list[DenseLayer], _UnpackedInfo, Inputs | None]:
     """Return the layers, the metadata and the inputs of a dense file.
 
-    Raises MissingFile, or InvalidParameter if the file is not a safetensors file, or has tensors that dense files do not have.
+    Raises MissingFile if the file does not exist, and InvalidParameter if it is not a safetensors file, or has tensors that dense files do
+    not have.
     """
     from kvpack.cache import tensor_files
     from kvpack.cache.dense_states import DenseLayer

@@ -48,8 +48,8 @@ _KEY_LINE = re.compile(rb"\[\[key (\w{6}) = (\w{8})\]\]")
 def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | None = None) -> dict[str, Any]:
     """Write one file per recipe, and read each in a new process. Returns sizes, errors, answers and times as JSON values.
 
-    If ``out`` is set, the files are kept in this folder. ``progress`` counts files written and read. Raises InvalidParameter, or
-    KvpackError if transformers is not installed or a reader fails.
+    If ``out`` is set, the files are kept in this folder. ``progress`` counts files written and read. Raises InvalidParameter for an invalid
+    recipe, and KvpackError if transformers is not installed or a reader fails.
     """
     for recipe in recipes:
         parse_recipe(recipe)

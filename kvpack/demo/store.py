@@ -33,7 +33,8 @@ NEW_TOKENS = 40
 def run(location: str, recipe: str = RECIPE, *, progress: Progress | None = None) -> dict[str, Any]:
     """Run the processes one after another on the store at ``location``, and return their results as JSON values.
 
-    ``progress`` counts processes. Raises InvalidParameter, or KvpackError if transformers is not installed or a process fails.
+    ``progress`` counts processes. Raises InvalidParameter for an invalid recipe, and KvpackError if transformers is not installed or a
+    process fails.
     """
     transformers_library()
     parse_recipe(recipe)

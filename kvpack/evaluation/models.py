@@ -46,8 +46,8 @@ def vocabulary(model: Any) -> int:
 def read_text(path: str | None, folder: Path, vocabulary_size: int) -> Text:
     """Read a text file as token ids of the model in ``folder``. If ``path`` is None, read the demo's text.
 
-    Every id is less than ``vocabulary_size``. Raises MissingFile, LimitExceeded, or InvalidParameter if the folder has no tokenizer and the
-    model cannot use bytes as token ids.
+    Every id is less than ``vocabulary_size``. Raises MissingFile, LimitExceeded, and InvalidParameter if the folder has no tokenizer and
+    the model cannot use bytes as token ids.
     """
     if path is None:
         return _text_from_bytes("the demo's text", demo_text(), folder, vocabulary_size)

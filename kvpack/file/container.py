@@ -55,7 +55,7 @@ def write(
 
     ``arrays`` contains a C-contiguous buffer for each name in ``contents.layouts``. With ``compress=True``, a tensor is stored as a zstd
     frame if that saves 3% or more. With ``durable=True``, the file and its folder are synced to disk. ``progress(done, total)`` counts
-    bytes. Raises InvalidParameter or LimitExceeded before anything is written, or WriteFailed if the system cannot write the file.
+    bytes. Raises InvalidParameter or LimitExceeded before anything is written, and WriteFailed if the system cannot write the file.
     """
     return write_file(path, pieces(contents, arrays, compress=compress), durable=durable, progress=progress)
 
@@ -166,8 +166,8 @@ class File:
     def tensor(self, name: str) -> memoryview:
         """Return the decoded bytes of a tensor as a flat view. On first use, its digest and the padding before it are checked.
 
-        The view of a mapped file is writable and private. Raises OutOfBounds if there is no such tensor, DigestMismatch, or InvalidPayload
-        if padding is not zero or a zstd frame is invalid.
+        The view of a mapped file is writable and private. Raises OutOfBounds if there is no such tensor, DigestMismatch if its digest is
+        wrong, and InvalidPayload if padding is not zero or a zstd frame is invalid.
         """
         if name not in self.tensors:
             raise OutOfBounds(f"{self.where} has no tensor {name!r}")
@@ -187,7 +187,7 @@ class File:
         """Return the decoded bytes of a layer's keys ("k") or values ("v") by stream name.
 
         Checks digests and padding, and also the codec's rules, unless ``check_values`` is False (for bytes from a trusted writer). Raises
-        DigestMismatch, InvalidPayload, or OutOfBounds if the file does not have these keys or values.
+        OutOfBounds if the file does not have these keys or values, DigestMismatch and InvalidPayload.
         """
         data, arrays = {}, {}
         entry = self.side(layer, side)

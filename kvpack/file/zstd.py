@@ -56,7 +56,7 @@ def decompress_frame(name: str, stored: memoryview, size: int, *, checksums: boo
 def _decompress_empty(name: str, stored: memoryview) -> memoryview:
     """Decode a frame without content, including its blocks, which zstandard's decompress() does not read.
 
-    Raises InvalidPayload, or ZstdError for an invalid block or checksum.
+    Raises InvalidPayload if it is not empty, and ZstdError for an invalid block or checksum.
     """
     import zstandard
 

@@ -46,7 +46,7 @@ def checkpoint_digest(folder: Path) -> str:
     """Return a digest of the names and bytes of all safetensors files in a folder. Empty if there are none.
 
     Digests are cached in the folder ``kvpack-checkpoints`` in XDG_CACHE_HOME. A file is read again if its path, inode, size or times have
-    changed. Raises OSError, or InvalidParameter if a file changes while it is read.
+    changed. Raises OSError if a file cannot be read, and InvalidParameter if a file changes while it is read.
     """
     paths = sorted(folder.glob("*.safetensors"))
     digests = [(path.name, _file_digest(os.path.realpath(path))) for path in paths]

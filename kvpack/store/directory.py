@@ -350,8 +350,8 @@ class Directory(SingleTierBackend):
     def _read(self, key: bytes, *, lazy: bool = False) -> Data:
         """Return an entry's bytes, which are mapped if no other user can change them.
 
-        With ``lazy``, bytes are read on access, and expired entries are returned too. Raises OSError, or LimitExceeded if the entry is too
-        large.
+        With ``lazy``, bytes are read on access, and expired entries are returned too. Raises OSError if it cannot be read, and
+        LimitExceeded if the entry is too large.
         """
         with self.trust.open_checked(self._folder.path(key)) as (descriptor, status):
             if not lazy and self._is_expired(key, status):

@@ -92,7 +92,7 @@ class Cipher:
     def encrypt(self, key: bytes, pieces: Sequence[memoryview]) -> list[memoryview]:
         """Encrypt the entry ``key`` with the first encryption key. Returns the result as consecutive byte buffers.
 
-        Raises MemoryError, or LimitExceeded if the entry is too large.
+        Raises LimitExceeded if the entry is too large, and MemoryError.
         """
         size = sum(map(len, pieces))
         if size > MAX_PLAIN_BYTES:
@@ -183,7 +183,7 @@ MAX_BYTES = 2**20
 def read_key_file(path: str | os.PathLike[str]) -> dict[str, bytes]:
     """Return the encryption keys in a file by id. The first key encrypts.
 
-    Each line is "ID HEXADECIMAL-DIGITS", and # begins a comment. Raises MissingFile, LimitExceeded, or InvalidParameter if a line is
+    Each line is "ID HEXADECIMAL-DIGITS", and # begins a comment. Raises MissingFile, LimitExceeded, and InvalidParameter if a line is
     invalid, an id is repeated, or users other than the owner may access the file.
     """
     text, mode = read_text_and_mode(path, MAX_BYTES)

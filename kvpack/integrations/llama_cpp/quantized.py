@@ -34,7 +34,7 @@ def exact_clause(kind: str, sides: str) -> str:
 class Quantized:
     """The quantized keys or values of one layer as ``blocks``, uint8 ``[kv_head, token, block, byte]``.
 
-    Raises InvalidParameter if a scale is not finite, or ValueTooLarge if it is too large.
+    Raises InvalidParameter if a scale is not finite, and ValueTooLarge if it is too large.
     """
 
     kind: str

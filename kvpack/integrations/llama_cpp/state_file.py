@@ -139,7 +139,9 @@ class Reader:
         return struct.unpack(f"<{layout}", self.read(struct.calcsize(f"<{layout}"), description))
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill ``buffer`` with the bytes at ``offset``. Raises MissingFile, or InvalidParameter if the file has become shorter."""
+        """Fill ``buffer`` with the bytes at ``offset``. Raises MissingFile if the file cannot be read, and InvalidParameter if the file has
+        become shorter.
+        """
         while buffer:
             try:
                 count = os.preadv(self._descriptor, [buffer], offset)

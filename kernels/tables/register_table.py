@@ -28,9 +28,10 @@ def byte_table(values: torch.Tensor) -> tuple[int, ...]:
 
 @triton.constexpr_function
 def _digit_positions(packing: RowPacking, symbol: int, first: int, bits: int, distance: int) -> tuple[int, ...]:
-    """Return, one after another, the word, the right shift and the mask that move each of four neighboring symbols' digits to bit 0, 16, 8
-    or 24. A digit has ``bits`` bits and begins at bit ``first`` of a field. Neighboring fields are ``distance`` bits apart. Digits past the
-    last column are left out.
+    """Return a word, a right shift and a mask for each digit of four neighboring symbols, one after another.
+
+    They move the digits to bits 0, 16, 8 and 24. A digit has ``bits`` bits and begins at bit ``first`` of a field. Neighboring fields are
+    ``distance`` bits apart. Digits past the last column are omitted.
     """
     columns = packing.first_word, packing.column_bytes, packing.width
     masks: dict[tuple[int, int], int] = {}

@@ -26,7 +26,7 @@ STEPS, ROUNDS = 16, 16
 
 
 def with_plain_attention(model: Any) -> Any:
-    """Return a copy of ``model`` that shares its weights, but has no hooks and no packed attention, which would slow it down."""
+    """Return a copy of ``model`` with the same weights, without hooks and packed attention, which would slow it down."""
     return copy.deepcopy(model, {id(x): x for x in chain(model.parameters(), model.buffers())})
 
 

@@ -315,9 +315,7 @@ def _encodable_values(codec: Codec, x: torch.Tensor, start: int, stop: int, wher
 
 
 def is_rounded(x: torch.Tensor, values: torch.Tensor) -> bool:
-    """Return True if converting ``x`` to the dtype of ``values``, the converted tensor, changed a value. Both are ``[batch, kv_head, token,
-    dim]``.
-    """
+    """Return True if the conversion of ``x`` to ``values``, both ``[batch, kv_head, token, dim]``, changed a value."""
     if RAW_NAMES[x.dtype] in EXACT_DTYPES[RAW_NAMES[values.dtype]]:
         return False
     size = max(1, BLOCK_VALUES // max(1, x.shape[0] * x.shape[1] * x.shape[3]))

@@ -80,7 +80,7 @@ class PrefixStates:
     def _put(self, states: States, chain: Sequence[bytes], position: int, now_ns: int) -> bool:
         """Store ``states`` under the last key of ``chain``. Returns True on success.
 
-        The key before it is the key of the chunk after which they are stored.
+        The key before it is that of the chunk that ends at the states' position.
         """
         chunk, key = chain[-2:]
         try:

@@ -138,7 +138,7 @@ class Trust:
     def assign_owner(self, descriptor: int) -> None:
         """Transfer a file or folder that this user has just created to the store's owner and, if set, to the trusted group.
 
-        Raises OSError, or Untrusted if the file or folder belongs to an untrusted user.
+        Raises OSError if this is not permitted, and Untrusted if the file or folder belongs to an untrusted user.
         """
         if self.trusted_group is None and (self._user != 0 or self.owner == 0):
             return

@@ -301,8 +301,9 @@ class KvpackCache(PassCalls):
         ``token_ids``, a list or a tensor ``[batch, token]`` of integers, are the cache's ids followed by at least one new id. ``options``
         are other arguments of the model's ``generate``.
 
-        Raises InvalidParameter if the cache has no model, if the ids differ from the cache's, or if ``generate`` rejects an option,
-        InvalidType or InvalidParameter if the ids are not token ids, and any error of the model's ``generate`` after its first pass.
+        Raises InvalidParameter if the cache has no model, if the ids differ from the cache's, or if ``generate`` rejects an option, and
+        InvalidType or InvalidParameter if the ids are not token ids. Errors of the model's ``generate`` after its first pass are raised
+        unchanged.
         """
         model: Any = self.passes.model_of_cache
         if model is None:

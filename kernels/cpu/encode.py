@@ -335,9 +335,10 @@ def norms(x: torch.Tensor) -> torch.Tensor | None:
 def choose_raw_tokens(
     raw: RawPositions, key_norms: torch.Tensor, value_norms: torch.Tensor | None, packed: int, position: int
 ) -> torch.Tensor:
-    """Choose raw tokens as ``raw.choose`` does by the result of ``raw.selection_norms``. Returns contiguous bool ``[batch, packed]``.
+    """Choose raw tokens as ``raw.choose`` does for the norms from ``raw.selection_norms``. Returns a mask, contiguous bool ``[batch,
+    packed]``.
 
-    ``packed`` is the number of tokens to choose from, and ``position`` that of the first token.
+    ``packed`` is the number of tokens to choose from, and ``position`` is the position of the first one.
     """
     if value_norms is not None and raw.low_norm:
         near_zero = _choose(value_norms, low=LOW_VALUE_SHARE * raw.low_norm)

@@ -388,7 +388,7 @@ class BalancedKeys(NamedTuple):
 
 
 def weights_key(dtype: str) -> str:
-    """Return the metadata key of the weights digest in ``dtype``, if that is not the checkpoint's dtype."""
+    """Return the metadata key of the weights digest for a ``dtype`` other than the checkpoint's."""
     return f"weights.{dtype}"
 
 

@@ -203,7 +203,7 @@ def _link_target(path: str | os.PathLike[str]) -> str:
 
 
 def check_output_path(path: str) -> None:
-    """Raise WriteFailed if a regular file ``path`` cannot be written. For commands, before they compute what they write."""
+    """Raise WriteFailed if a regular file ``path`` cannot be written. Commands call this before they compute what they write."""
     folder = os.path.dirname(path) or "."
     if not path or (os.path.exists(path) and not os.path.isfile(path)):
         raise WriteFailed(f"cannot write {path!r}: it is not a regular file: pass the path of a regular or a new file")

@@ -343,7 +343,9 @@ def _config_settings(config: Any) -> Any:
 def _describe_module(part: ModelPart) -> list[Any]:
     module = part.module
     where = part.name or "the model"
-    attributes = _setting_attributes(where, vars(module)) + _constants(where, module)
+    # A copy, because a cache that is released meanwhile, in another thread or by the garbage collector, removes its wrappers.
+    own = dict(vars(module))
+    attributes = _setting_attributes(where, own) + _constants(where, module, own)
     parameters, buffers = (
         [(name, tensor) for name, tensor in sorted(tensors.items()) if tensor is not None] if tensors else ()
         for tensors in (module._parameters, module._buffers)
@@ -386,14 +388,13 @@ def _setting_attributes(where: str, values: Mapping[str, Any]) -> list[Any]:
     return attributes
 
 
-def _constants(where: str, module: torch.nn.Module) -> list[Any]:
+def _constants(where: str, module: torch.nn.Module, attributes: Mapping[str, Any]) -> list[Any]:
     """Return the tensors, arrays and structures among a module's plain attributes, by name. Custom modules' private floats are included.
 
     The result is empty for a module that defines its own state, because its constants are among the weights.
     """
     if not _has_default_state(type(module)):
         return []
-    attributes = vars(module)
     is_home_made = type(module).__module__.partition(".")[0] not in _LIBRARIES
     constants = []
     for name in _constant_names(tuple(attributes), is_home_made):

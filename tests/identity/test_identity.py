@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -477,3 +477,19 @@ def test_a_cache_computed_with_other_weights_is_not_stored(weights: str | None, 
                     store.save(ids, old)
             else:
                 assert store.save(ids, old) == store.save(ids, cache) == 32
+
+
+def test_attributes_may_be_removed_while_a_model_is_read() -> None:
+    """Another thread, or the garbage collector, releases a cache of the model, which removes its wrappers from the model."""
+    model = small_llama()
+
+    class Settings(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            vars(model).pop("second", None)
+            return super().__iter__()
+
+    model.first, model.second = Settings([1]), 2
+    described = kvpack.Identity.of(model, "raw", weights=None)
+    assert not hasattr(model, "second")
+    model.second = 2
+    assert kvpack.Identity.of(model, "raw", weights=None) == described

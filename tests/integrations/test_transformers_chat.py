@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,7 @@ def test_options_of_generate_end_replies_and_leave_the_chat_reusable(model: Any)
         (lambda model, words: Chat.load("chat.kvpack", words, model), "model is a .*, expected a transformers model"),
         (lambda model, words: Chat(model, words).send(None), "a message is None, expected a dict"),
         (lambda model, words: Chat(model, words).send([5]), "a message is 5, expected a dict"),
+        (lambda model, words: Chat(model, words).send(b"Hi"), "a message is 2 bytes, expected a dict"),
         (lambda model, words: Chat(model, words).send("\ud800"), "the tokenizer or its chat template rejects these messages"),
     ],
 )
@@ -206,6 +208,22 @@ def test_a_loaded_chat_continues_in_the_given_recipe(model: Any, tmp_path: Path)
     # In its own recipe, a file keeps its raw tail.
     same = Chat.load(path, model, words, recipe="kivi-4").cache
     assert same[0].k.tail.shape == chat.cache[0].k.tail.shape != other.cache[0].k.tail.shape
+
+
+@pytest.mark.parametrize("content", [None, [{"type": "text", "text": "Hi"}]])
+def test_only_texts_are_joined_without_a_template(model: Any, content: Any) -> None:
+    words = tokenizer()
+    words.chat_template = None
+    with pytest.raises(InvalidParameter, match=r"rejects these messages: .* expected str instance"):
+        Chat(model, words, "raw").send({"role": "user", "content": content}, **GREEDY)
+
+
+def test_a_model_in_training_mode_is_refused_with_advice(model: Any) -> None:
+    chat = Chat(copy.deepcopy(model).train(), tokenizer(), "raw")
+    with pytest.raises(InvalidParameter, match=r"the model is in training mode, .* call model\.eval\(\)"):
+        chat.send(HELLO, **GREEDY)
+    chat.model.eval()
+    assert chat.send(HELLO, **GREEDY)
 
 
 def test_loading_refuses_the_cache_of_another_model(model: Any, tmp_path: Path) -> None:

@@ -225,7 +225,7 @@ def test_an_unsaved_cache_keeps_padding_hidden_between_turns() -> None:
             model.generate(given, past_key_values=cache, attention_mask=torch.ones_like(right), **OPTIONS)
         with pytest.raises(InvalidParameter, match="token 0 of row 1 was hidden"):
             model(given[:, cache.get_seq_length() :], past_key_values=cache)
-        cache.batch_select_indices(torch.tensor([0]))
+        cache.batch_select_indices([0])
         model(given[:1, cache.get_seq_length() :], past_key_values=cache)
         assert cache.packed.inputs == Inputs(as_bytes(given[0]))
 

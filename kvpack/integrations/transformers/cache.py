@@ -16,6 +16,7 @@ import torch
 from kvpack import cache_names
 from kvpack.cache.cache import Cache, without_states
 from kvpack.cache.files import load
+from kvpack.cache.rows import row_indices
 from kvpack.cache.states import with_states
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.inputs import Inputs
@@ -409,10 +410,11 @@ class KvpackCache(PassCalls):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences at ``indices`` of the batch, in that order. Codes are copied, not decoded."""
+        rows = torch.tensor(row_indices(indices), dtype=torch.int64, device="cpu")
         with self.passes.changing():
-            super().batch_select_indices(indices)
-            self.passes.select(indices)
-            self._rollback.select(indices)
+            super().batch_select_indices(rows)
+            self.passes.select(rows)
+            self._rollback.select(rows)
 
     def expand(self, rows: int) -> None:
         """Repeat each sequence so that the batch has ``rows`` sequences, as ``generate`` repeats token ids for beams.

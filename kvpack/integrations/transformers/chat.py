@@ -224,7 +224,7 @@ class Chat:
                 between = "\n\n" if self._has_template else ""
                 return [*self.messages[:-1], {**last, "content": f"{last['content']}{between}{message}"}]
             return [*self.messages, {"role": "user", "content": message}]
-        return [*self.messages, *map(_check_message, message if isinstance(message, Sequence) else [message])]
+        return [*self.messages, *map(_check_message, message if isinstance(message, list | tuple) else [message])]
 
     @property
     def _has_template(self) -> bool:
@@ -236,7 +236,7 @@ class Chat:
 
         try:
             if not self._has_template:
-                text = "".join(str(message["content"]) for message in messages)
+                text = "".join(message["content"] for message in messages)
                 return text, list(self.tokenizer(text)["input_ids"])
             is_open = not reply and messages[-1]["role"] == "user"
             text = self.tokenizer.apply_chat_template(
@@ -250,6 +250,8 @@ class Chat:
         """Return the tokens that the model generates after ``ids``. The cache then contains all but the last of these tokens."""
         if not ids:
             raise InvalidParameter("the conversation has no tokens: send a message that is not empty")
+        if self.model.training:
+            raise InvalidParameter("the model is in training mode, so its next turn could not reuse this one: call model.eval() first")
         cache = self._cache
         if cache is None and self._store is not None:
             _, cache = self._store.load(ids[:-1], device=execution_device(self.model))

@@ -78,6 +78,7 @@ def any_contents(draw: DrawFn) -> Contents:
     )
 
 
+@pytest.mark.scenario
 @given(any_contents())
 def test_parsed_headers_equal_packed_headers(made: Contents) -> None:
     header = with_tensors(made)

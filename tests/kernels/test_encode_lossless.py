@@ -56,6 +56,7 @@ def check_streams(codec: Lossless, x: torch.Tensor, before: dict[str, torch.Tens
         assert torch.equal(streams[name].cpu().view(torch.int16), stream.view(torch.int16)), name
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize(
     ("dtype", "dim", "chunk", "tokens"),
@@ -68,6 +69,7 @@ def test_streams_equal_those_of_formats(content: str, dtype: str, dim: int, chun
     check_streams(codec, values(content, dtype, (2, 3, tokens, dim), dim))
 
 
+@pytest.mark.scenario
 @settings(max_examples=20 if INTERPRETED else 10)
 @given(st.data())
 def test_any_run_is_encoded_like_in_formats(data: st.DataObject) -> None:

@@ -113,6 +113,7 @@ def klt_pair() -> tuple[Codec, Codec]:
     return klt(128, bytes([1, 2, 3, 4, 5, 6, 7, 8])), klt(128, bytes([8, 7, 6, 5, 4, 3, 2, 1]), "v", gain="none")
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @needs_loaded_bounds
 @pytest.mark.skipif(not INTERPRETED, reason="the emulator is for the interpreter")

@@ -122,6 +122,7 @@ def test_means_agree_with_raw_tokens(k: str, monkeypatch: pytest.MonkeyPatch) ->
     assert (found - expected).norm() / expected.norm() < TOLERANCE
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("window", [None, 70])
 def test_means_agree_in_a_growing_layer(window: int | None) -> None:
@@ -256,6 +257,7 @@ def test_raw_tokens_of_either_side_share_a_launch(size: float, monkeypatch: pyte
     assert (found - expected).norm() / expected.norm() < TOLERANCE
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("limit", [1, 2 * 64 * 300])
 def test_blocks_with_raw_tokens_are_decoded_once_for_any_window(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:

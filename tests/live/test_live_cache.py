@@ -446,6 +446,7 @@ def test_invalid_updates_are_refused_without_losing_anything() -> None:
         live.freeze()
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize(("recipe", "batch"), [("kv=group:b=4,g=8;tail=8", 1), ("k=octahedral:b=2;v=scalar:b=4;tail=4", 2), (MEANS, 1)])
 def test_steps_only_run_kernels(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,6 +547,7 @@ def test_steps_of_a_sliding_layer_only_run_kernels(recipe: str, batch: int, monk
     assert not any(changed[3:])
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 def test_steps_start_at_each_sequences_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding ends in the pages, at the raw tail, or covers all tokens, for one query and for several."""

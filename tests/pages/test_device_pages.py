@@ -126,6 +126,7 @@ LOSSES = [
 """Page sizes in tokens, recipes, sides, and values that reduce the precision of their own token or of the page's other tokens."""
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(("tokens", "recipe", "side", "value"), LOSSES)
 def test_imprecise_tokens_are_raw_or_counted_as_on_the_host(tokens: int, recipe: str, side: str, value: float) -> None:
     """If the page has room, the token is raw. Otherwise it is counted, and a warning is given."""

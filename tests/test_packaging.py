@@ -153,7 +153,21 @@ READ_AT_RUN_TIME = (
     "kvpack/javascript/",
     "kvpack/viewer/",
 )
+COMPRESS_WHEEL = runpy.run_path(str(ROOT / ".ci" / "backend" / "compress_wheel.py"))["compress_wheel"]
 READ_BY_OTHER_PROGRAMS = {"kvpack/javascript/row.js", "kvpack/javascript/store.js"}
+
+
+def test_a_compressed_wheel_has_all_files_and_no_folders(tmp_path: Path) -> None:
+    path = tmp_path / "a.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("a/", b"")
+        wheel.writestr(zipfile.ZipInfo("a/run"), b"run " * 1000, zipfile.ZIP_DEFLATED, 1)
+    before = path.stat().st_size
+    COMPRESS_WHEEL(path)
+    with zipfile.ZipFile(path) as wheel:
+        assert wheel.namelist() == ["a/run"]
+        assert wheel.read("a/run") == b"run " * 1000
+    assert path.stat().st_size < before
 
 
 @pytest.mark.scenario

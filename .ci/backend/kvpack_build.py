@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from compress_wheel import compress_wheel
 from setuptools import build_meta
 from setuptools._distutils.ccompiler import CCompiler
 from setuptools.build_meta import get_requires_for_build_editable, get_requires_for_build_sdist, get_requires_for_build_wheel
@@ -72,15 +73,6 @@ def _restore_links() -> None:
             raise RuntimeError(f"{name} is not a folder: {expected}")
 
 
-def _compress(path: Path) -> None:
-    """Recompress the members of the wheel ``path`` at zlib's highest level."""
-    with zipfile.ZipFile(path) as wheel:
-        members = [(member, wheel.read(member)) for member in wheel.infolist()]
-    with zipfile.ZipFile(path, "w") as wheel:
-        for member, data in members:
-            wheel.writestr(member, data, compresslevel=9)
-
-
 def build_wheel(wheel_directory: str, *args: Any) -> str:
     _restore_links()
     os.environ.setdefault("CFLAGS", "-g0")
@@ -91,7 +83,7 @@ def build_wheel(wheel_directory: str, *args: Any) -> str:
     with zipfile.ZipFile(path) as wheel:
         compiled = any(member.startswith("kvpack/kernels/cpu/_cpu.") for member in wheel.namelist())
     if compiled:
-        _compress(path)
+        compress_wheel(path)
         return name
     path.unlink()
     # setuptools can only build once per process.

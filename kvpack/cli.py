@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         return result, unknown
 
     def error(self, message: str) -> NoReturn:
-        super().error(_unknown_option_message(self, self._words) or message + _similar_command(self, self._words))
+        super().error(printable_lines(_unknown_option_message(self, self._words) or message + _similar_command(self, self._words)))
 
 
 def _unknown_option_message(parser: Parser, argv: Sequence[str]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import shutil
@@ -11,7 +12,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvpack.coding.encoding import Progress
@@ -147,6 +147,13 @@ def bytes_text(count: int) -> str:
 def format_count(count: int, noun: str, plural: str = "") -> str:
     """Return ``count`` with thousands separators, followed by ``noun``, or by ``plural`` (default: ``noun`` + s) unless ``count`` is 1."""
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def seed(text: str) -> int:
+    """Parse a command's random seed. Raises ArgumentTypeError for a number that PyTorch cannot use."""
+    if abs(number := int(text)) >= 2**62:
+        raise argparse.ArgumentTypeError(f"{text:.80} must be less than 2**62 in magnitude")
+    return number
 
 
 def printable_lines(text: str) -> str:

@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from kvpack.output import add_json, print_report, progress
+from kvpack.output import add_json, print_report, progress, seed
 
 from .dense import DTYPES
 
@@ -110,7 +110,7 @@ def _add_quality(subparsers: Any) -> None:
         "--device", choices=("cpu", "cuda"), default="cpu", help="device of the model: cpu (float32) or cuda (bfloat16) (default: cpu)"
     )
     quality.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="random seed for windows, needles, twins and generated text (default: 0)"
+        "--seed", type=seed, default=0, metavar="N", help="random seed for windows, needles, twins and generated text (default: 0)"
     )
     quality.add_argument("--out", metavar="DIR", help="write quality.json, quality.png and quality.svg to this folder")
     add_json(quality)

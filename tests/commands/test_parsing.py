@@ -72,6 +72,19 @@ def test_dissimilar_words_are_not_suggested(words: list[str], capsys: pytest.Cap
         assert "did you mean" not in complaint(capsys, words)
 
 
+@pytest.mark.parametrize("words", [["generate", "x", "--prompt", "y"], ["calibrate"], ["tune", "--bits", "3"], ["bench", "quality"]])
+def test_seeds_that_pytorch_cannot_use_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "argument --seed: -9999999999999999999 must be less than 2**62" in complaint(capsys, [*words, "--seed=-9999999999999999999"])
+    assert "argument --seed: invalid seed value: 'x'" in complaint(capsys, [*words, "--seed", "x"])
+
+
+@pytest.mark.parametrize("word", ["\x1b[31m", "--\x1b[31m"])
+def test_control_characters_in_words_are_escaped(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = complaint(capsys, ["convert", "a", "b", "raw", word])
+    assert "\x1b" not in text
+    assert "\\x1b[31m" in text
+
+
 def test_suggestions_include_words_registered_in_the_process(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["kvpack", "inspct"])
     with pytest.raises(SystemExit, match="2"):

@@ -93,7 +93,8 @@ def rotate_queries(
     valid = (column < columns)[:, None] & (sequence < sequences)[None, :]
     rotated += columns_before * sequences * padded
     if HALVES:
-        halves = tl.load(block + 3) > 0
+        # A comparison of tensors, because Triton 3.9's interpreter broadcasts the result of a scalar one as an integer.
+        halves = tl.broadcast_to(tl.load(block + 3), (1, 1)) > 0
         high = product.to(tl.float16)
         at = rotated.to(tl.pointer_type(tl.float16)) + ((sequence * 2 * padded + row) * columns)[None, :] + column[:, None]
         tl.store(at, high, valid & halves)

@@ -288,11 +288,15 @@ def unpack_tiles(
         fields = load_column_fields(iota, FIELDS)
     else:
         fields = SIDE.load_columns(table, Rows(streams, block.begin * 0), CONSTANTS, TOKENS)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    # If a tile has several means, they fit in registers with the sums only for half of the tokens and half of the channels at a time.
+    SPLIT: tl.constexpr = 2 if JOINED and MEAN > 0 and MEAN < SPAN and CHANNELS >= 64 else 1
+    PART: tl.constexpr = CHANNELS // SPLIT
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, PART)
+    signs = ()
     if JOINED:
-        signs = (tl.load(matrix + tl.arange(0, ALL * WIDTH)[:, None] * PAD + channel[None, :]),)
+        for part in tl.static_range(SPLIT):
+            signs = signs + (tl.load(matrix + tl.arange(0, ALL * WIDTH)[:, None] * PAD + (channel + part * PART)[None, :]),)
     else:
-        signs = ()
         for index in tl.static_range(TILES):
             column = index * WIDTH + tl.arange(0, WIDTH)
             signs = signs + (tl.load(matrix + column[:, None] * PAD + channel[None, :]),)
@@ -305,37 +309,97 @@ def unpack_tiles(
     if TABLES.nbytes:
         tl.debug_barrier()
     token = tl.arange(0, WARPS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]  # [warp, token]
-    row = tl.arange(0, SPAN)[:, None]
+    row = _tokens(tl.arange(0, SPAN // SPLIT)[:, None], 0, TOKENS, SPLIT)
     for offset in tl.range(0, block.count, SPAN, num_stages=1):
         count = block.count - offset
         first = (block.begin + offset).to(tl.int64)
         loaded = load_tiles(streams, first, token, count, SIDE, 1, TOKENS, True)
-        factor = tl.reshape(SIDE.factor(loaded[0][0], CONSTANTS, FAST), (SPAN, 1))
+        factor = SIDE.factor(loaded[0][0], CONSTANTS, FAST)
         if JOINED:
             parts = SIDE.decode(loaded[0][0], fields, table, 0, CONSTANTS, MODE)
             for step in tl.static_range(1, STEPS):
                 parts = parts + SIDE.decode(loaded[0][0], fields, table, step, CONSTANTS, MODE)
             for _ in tl.static_range(ALL - TILES):
                 parts = parts + (tl.zeros_like(parts[0]),)
-            sums = tl.dot(tl.reshape(join_tiles(parts, ALL), (SPAN, ALL * WIDTH)), signs[0])
+            joined = join_tiles(parts, ALL)
+            halves, factors = (joined,), (factor,)
+            if SPLIT == 2:
+                halves = tl.split(tl.trans(tl.reshape(joined, (WARPS, 2, TOKENS // 2, ALL * WIDTH)), 0, 2, 3, 1))
+                factors = tl.split(tl.trans(tl.reshape(factor, (WARPS, 2, TOKENS // 2)), 0, 2, 1))
+            for half in tl.static_range(SPLIT):
+                tile = tl.reshape(halves[half], (SPAN // SPLIT, ALL * WIDTH))
+                for part in tl.static_range(SPLIT):
+                    _store_channels(
+                        target, tl.dot(tile, signs[part]), factors[half], scales, means, token_stride, first, offset, row, count,
+                        channel + part * PART, half, SPLIT, TOKENS, PAD, DIM, SIZE, SCALED, MEAN,
+                    )  # fmt: skip
         else:
             sums = tl.zeros((SPAN, CHANNELS), tl.float32)
             for step in tl.static_range(STEPS):
                 parts = SIDE.decode(loaded[0][0], fields, table, step, CONSTANTS, MODE)
                 for index in tl.static_range(len(parts)):
                     sums = tl.dot(tl.reshape(parts[index], (SPAN, WIDTH)), signs[step * len(parts) + index], sums)
-        address = target + (offset + row) * token_stride + channel[None, :]
-        value = sums * (factor * SIZE)
-        if SCALED:
-            # Load the scales again for each tile, because registers have no room for them during decoding.
-            value = value * tl.load(scales + channel)[None, :]
-        if MEAN:
-            mean_row = means + channel[None, :]
-            if MEAN % SPAN == 0:
-                value = value + tl.load(mean_row + first // MEAN * PAD)
-            else:
-                value = value + tl.load(mean_row + (first + row) // MEAN * PAD, row < count, 0.0)
-        tl.store(address, value.to(out.dtype.element_ty), (row < count) & (channel < DIM)[None, :])
+            _store_channels(
+                target, sums, factor, scales, means, token_stride, first, offset, row, count, channel, 0, SPLIT, TOKENS, PAD, DIM, SIZE,
+                SCALED, MEAN,
+            )  # fmt: skip
+
+
+@triton.jit
+def _store_channels(
+    target: tl.tensor,
+    sums: tl.tensor,
+    factor: tl.tensor,
+    scales: tl.tensor,
+    means: tl.tensor,
+    token_stride: tl.tensor,
+    first: tl.tensor,
+    offset: tl.tensor,
+    row: tl.tensor,
+    count: tl.tensor,
+    channel: tl.tensor,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    SCALED: tl.constexpr,
+    MEAN: tl.constexpr,
+) -> None:
+    """Multiply the ``sums`` ``[row, channel]`` of a tile by all factors, add the means, and store the result.
+
+    The rows are part ``PART`` of ``PARTS`` of each warp's ``TOKENS`` tokens, and ``row`` contains the tokens of part 0. ``factor`` contains
+    the rows' token factors. The tile begins with token ``offset`` of ``target``, and with token ``first`` of its page.
+    """
+    ROWS: tl.constexpr = sums.shape[0]
+    EACH: tl.constexpr = TOKENS // PARTS
+    row = row + PART * EACH
+    value = sums * (tl.reshape(factor, (ROWS, 1)) * SIZE)
+    if SCALED:
+        # Load the scales again for each tile, because registers have no room for them during decoding.
+        value = value * tl.load(scales + channel)[None, :]
+    if MEAN:
+        if MEAN >= ROWS * PARTS:
+            value = value + tl.load(means + channel[None, :] + first // MEAN * PAD)
+        else:
+            # Tiles begin with a page of means, and each mean is loaded once for neighboring rows that share it.
+            SHARED: tl.constexpr = min(MEAN, EACH)
+            begin = _tokens(tl.arange(0, ROWS // SHARED)[:, None] * SHARED, PART, TOKENS, PARTS)
+            mean = tl.load(means + channel[None, :] + (first + begin) // MEAN * PAD, begin < count, 0.0)
+            value = tl.reshape(tl.reshape(value, (ROWS // SHARED, SHARED, sums.shape[1])) + mean[:, None, :], sums.shape)
+    address = target + (offset + row) * token_stride + channel[None, :]
+    tl.store(address, value.to(target.dtype.element_ty), (row < count) & (channel < DIM)[None, :])
+
+
+@triton.jit
+def _tokens(row: tl.tensor, PART: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr) -> tl.tensor:
+    """Return the token of each ``row`` among rows that are part ``PART`` of ``PARTS`` of each warp's ``TOKENS`` tokens."""
+    EACH: tl.constexpr = TOKENS // PARTS
+    result = row
+    if PARTS > 1:
+        result = row // EACH * TOKENS + PART * EACH + row % EACH
+    return result
 
 
 @triton.jit

@@ -164,9 +164,8 @@ def _plan_launch(
     share = tokens * sequences // properties.multiprocessors
     shape = choose_shape(k_tiles, v_tiles, shared.nbytes, share, alignment, fast)
     tile_tokens = shape.warps * shape.tiles * shape.tokens * (2 if k_tiles.dual or v_tiles.dual else 1)
-    programs = choose_programs(shape, tokens, tile_tokens, sequences, properties.multiprocessors)
-    if k_tiles.means is not None:
-        programs = max(programs, -(-tokens // ((MAX_MEAN_PAGES - 1) * k_tiles.means.tokens)))
+    least = 1 if k_tiles.means is None else _least_programs(segments, k_tiles.means.tokens, tile_tokens)
+    programs = choose_programs(shape, tokens, tile_tokens, sequences, properties.multiprocessors, least)
     if segments[0].k.page is segments[0].v.page is None and tokens <= programs * tile_tokens:
         # Each program has only one tile of raw tokens, so there is nothing to load ahead.
         shape = shape._replace(stages=1)
@@ -208,14 +207,23 @@ def _plan_launch(
     return Launch(k, v, shape, work, tables, constants, tuple(keep_alive), programs, any(in_tail), all(in_tail), shape.balanced)
 
 
-def choose_programs(shape: LaunchShape, tokens: int, tile: int, sequences: int, multiprocessors: int) -> int:
-    """Choose the number of programs per sequence that takes the shortest estimated time for ``tokens`` tokens.
+def _least_programs(segments: list[Segment], page_tokens: int, tile: int) -> int:
+    """Return the number of programs per sequence with which no program has more than about ``MAX_MEAN_PAGES`` pages of means.
+
+    A program begins at a multiple of ``tile`` tokens of its segment. Unless that is the beginning of a page, it has one more page.
+    """
+    aligned = tile % page_tokens == 0 and all(segment.k.start % page_tokens == 0 for segment in segments)
+    return -(-sum(segment.tokens for segment in segments) // ((MAX_MEAN_PAGES - (not aligned)) * page_tokens))
+
+
+def choose_programs(shape: LaunchShape, tokens: int, tile: int, sequences: int, multiprocessors: int, least: int = 1) -> int:
+    """Choose the number of programs per sequence, at least ``least``, that takes the shortest estimated time for ``tokens`` tokens.
 
     A program processes ``tile`` tokens per step. All programs run in one round, or in several if that leaves less of the device idle in the
     last round.
     """
     at_once = multiprocessors * shape.programs
-    one_round = max(1, at_once // sequences)
+    one_round = max(1, least, at_once // sequences)
 
     def tokens_of_rounds(programs: int) -> float:
         return -(-programs * sequences // at_once) * (tokens / programs + PROGRAM_TILES * tile)

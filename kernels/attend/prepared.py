@@ -48,8 +48,8 @@ MAX_ROTATED_ROWS = 64
 On an H200, it took 26 us for 256 rows, while a merge and separate matrix products took 10 us for 768 rows.
 """
 
-MANY_ROWS, ROTATED_ROWS = 1024, 64
-"""Minimum number of padded rows at which a program of ``rotate_queries`` covers several sequences, and the rows of such a program."""
+ROTATED_ROWS = (1024, 64), (512, 16)
+"""Minimum numbers of padded rows at which a program of ``rotate_queries`` covers several sequences, and the rows of such a program."""
 
 ROW_VALUES, ROW_CHANNELS, ROW_WARPS = 1 << 15, 32, 8
 """Limits of a program of ``merge.merge_originals``: values in registers (parts times columns), channels written, and warps."""
@@ -296,7 +296,9 @@ class PreparedCall:
             shape, options = self.shape, self.options
             score_factor = options.scale / options.softcap if options.softcap else options.scale * LOG2_E
             count = shape.sequences * shape.padded
-            rows = ROTATED_ROWS if matrix.shape[0] == 1 and count >= MANY_ROWS else shape.block
+            rows = shape.block
+            if matrix.shape[0] == 1:
+                rows = next((rows for least, rows in ROTATED_ROWS if count >= least), rows)
             launch = CachedLaunch(
                 rotation.rotate_queries,
                 (-(-count // rows), blocks.shape[0], 1),

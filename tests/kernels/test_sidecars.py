@@ -90,6 +90,27 @@ def test_means_agree_for_many_pages() -> None:
 
 
 @pytest.mark.kernels
+def test_programs_with_many_pages_of_means_fill_their_rounds() -> None:
+    """A limit slightly above what the device runs at once must not add a round with few programs."""
+    from kvpack.kernels.attend import plan
+    from kvpack.kernels.tiles.shapes import LaunchShape
+
+    shape = LaunchShape(warps=2, tiles=1, tokens=32, stages=3, programs=4)
+    assert plan.choose_programs(shape, 140_000, 64, 8, 132) == 66
+    assert plan.choose_programs(shape, 140_000, 64, 8, 132, least=69) == 132
+
+
+@pytest.mark.scenario
+@pytest.mark.kernels
+def test_means_agree_if_a_program_rotates_queries_of_several_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.kernels.attend import prepared
+
+    monkeypatch.setattr(prepared, "ROTATED_ROWS", ((1, 16),))
+    k_codec, v_codec = codecs("scalar:b=3,mean=16", "scalar:b=2", (32, 64))
+    check_attention(Layer(random_side(k_codec, 1, (64, 33), 9, 1, batch=3), random_side(v_codec, 1, (97,), 9, 2, batch=3)), 4)
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize("mean", [8, 128])
 @pytest.mark.parametrize("v", ["scalar:b=3", "scalar:b=4"])
 def test_means_agree_with_two_tokens_per_row(v: str, mean: int) -> None:

@@ -25,14 +25,17 @@ def begin_patches(
 ) -> tl.tuple:
     """Start loading the outliers of keys and of values.
 
-    Returns two pairs (keys, values): the data that all tiles share (``prepare_patches``), and the first loads (``first_entries``).
+    Returns two pairs (keys, values): the data that all tiles share (``prepare_patches``), and, with ``AHEAD``, the first loads
+    (``first_entries``).
     """
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
     k_ready = prepare_patches(work.k.streams, iota, K_OUTLIERS, WARPS, TOKENS, False, AHEAD, FAST)
     v_ready = prepare_patches(work.v.streams, iota, V_OUTLIERS, WARPS, TOKENS, True, AHEAD, FAST)
-    k_ahead = first_entries(work.k.streams, work.k.first, work.k.first + work.count, K_OUTLIERS, WARPS, TILES * TOKENS, AHEAD)
-    v_ahead = first_entries(work.v.streams, work.v.first, work.v.first + work.count, V_OUTLIERS, WARPS, TILES * TOKENS, AHEAD)
+    k_ahead, v_ahead = (), ()
+    if AHEAD:
+        k_ahead = first_entries(work.k.streams, work.k.first, work.k.first + work.count, K_OUTLIERS, WARPS, TILES * TOKENS, True)
+        v_ahead = first_entries(work.v.streams, work.v.first, work.v.first + work.count, V_OUTLIERS, WARPS, TILES * TOKENS, True)
     return (k_ready, v_ready), (k_ahead, v_ahead)
 
 
@@ -46,7 +49,6 @@ def next_patches(
     V: tl.constexpr,
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
-    AHEAD: tl.constexpr,
 ) -> tl.tuple:
     """Return the outliers of each warp's next ``TOKENS`` tokens, and start loading those of the tokens after them.
 
@@ -56,10 +58,10 @@ def next_patches(
     V_OUTLIERS: tl.constexpr = V.outliers
     k_first = work.k.first + offset
     v_first = work.v.first + offset
-    k_entries = patch_entries(ahead[0], work.k.streams, k_first, ready[0], K_OUTLIERS, WARPS, TOKENS, AHEAD)
-    v_entries = patch_entries(ahead[1], work.v.streams, v_first, ready[1], V_OUTLIERS, WARPS, TOKENS, AHEAD)
-    k_ahead = next_entries(ahead[0], work.k.streams, k_first, work.k.first + work.count, K_OUTLIERS, WARPS, TOKENS, AHEAD)
-    v_ahead = next_entries(ahead[1], work.v.streams, v_first, work.v.first + work.count, V_OUTLIERS, WARPS, TOKENS, AHEAD)
+    k_entries = patch_entries(ahead[0], work.k.streams, k_first, ready[0], K_OUTLIERS, WARPS, TOKENS, True)
+    v_entries = patch_entries(ahead[1], work.v.streams, v_first, ready[1], V_OUTLIERS, WARPS, TOKENS, True)
+    k_ahead = next_entries(ahead[0], work.k.streams, k_first, work.k.first + work.count, K_OUTLIERS, WARPS, TOKENS)
+    v_ahead = next_entries(ahead[1], work.v.streams, v_first, work.v.first + work.count, V_OUTLIERS, WARPS, TOKENS)
     return (k_entries, v_entries), (k_ahead, v_ahead)
 
 

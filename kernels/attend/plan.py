@@ -170,6 +170,10 @@ def _plan_launch(
         # Each program has only one tile of raw tokens, so there is nothing to load ahead.
         shape = shape._replace(stages=1)
     keep_alive: list[torch.Tensor] = []
+    # A second loop over tiles with outliers, without masks, would triple the compilation time, and is no faster without loads ahead.
+    whole_tiles = shape.stages > 1 or not fast or k_tiles.outliers is v_tiles.outliers is None
+    if not whole_tiles:
+        whole = 0, 0
     rows = build_work(segments, k_tiles, v_tiles, tile_tokens, programs, whole, keep_alive)
     k_address = FIRST_ADDRESS.value
     v_address = k_address + STREAM_INTEGERS.value * len(k_tiles.streams)
@@ -196,6 +200,7 @@ def _plan_launch(
         "TILES": shape.tiles,
         "TOKENS": shape.tokens,
         "STAGES": shape.stages,
+        "WHOLE_TILES": whole_tiles,
         "LOADS_AHEAD": k_tiles.loads_ahead and v_tiles.loads_ahead,
         "LATE": late,
         "PREFETCH": late and properties.overlaps_launches and (k_tiles.signs is None or share >= PREFETCHED_WITH_SIGNS),

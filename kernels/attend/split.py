@@ -77,6 +77,7 @@ def attend_split(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
+    WHOLE_TILES: tl.constexpr,
     LOADS_AHEAD: tl.constexpr,
     LATE: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -97,8 +98,9 @@ def attend_split(
     first query in a sequence of full length. With ``CUT``, the kernel skips the tokens before a sequence's windows and, unless ``starts``
     is None, before its entry in ``starts``, int32 ``[batch]``.
 
-    With ``LATE``, values are loaded only after the scores of their tokens are computed, to save registers. With ``PREFETCH``, the rows of
-    the next tokens are prefetched into the L2 cache; with ``LOADS_AHEAD``, they are loaded into registers.
+    Without ``WHOLE_TILES``, all tiles of all work items are masked, so that there is one loop to compile instead of two. With ``LATE``,
+    values are loaded only after the scores of their tokens are computed, to save registers. With ``PREFETCH``, the rows of the next tokens
+    are prefetched into the L2 cache; with ``LOADS_AHEAD``, they are loaded into registers.
     """
     # Triton 3.6 accepts tuples and strings as function arguments only if they are bound to a name.
     DUAL: tl.constexpr = K.dual or V.dual
@@ -193,36 +195,35 @@ def attend_split(
 
     # First loop: tiles of tokens that every query sees.
     softmax = empty_softmax(V, WARPS, TOKENS, ROWS)
-    # Outlier entries are loaded ahead only if registers also have room for a tile loaded ahead.
-    ENTRIES_AHEAD: tl.constexpr = STAGES > 1
     if OUTLIERS:
-        ready, entries_ahead = begin_patches(work, iota, K, V, WARPS, TILES, TOKENS, ENTRIES_AHEAD, FAST)
+        ready, entries_ahead = begin_patches(work, iota, K, V, WARPS, TILES, TOKENS, WHOLE_TILES, FAST)
     visible = VisibleTokens(work.count, ahead, window, start)
-    for offset in tl.range(0, work.whole, STEP, num_stages=STAGES):
-        if PREFETCHED:
-            prefetch(work, offset, K, V, PREFETCHED, PREFETCHED)
-        load_at = offset
-        if LOADS_AHEAD:
-            k_loaded, v_loaded = k_next, v_next
-            # The last iteration has no next tiles: it loads its own again instead of branching.
-            load_at = tl.minimum(offset + STEP, work.whole - STEP)
-        k_next = load_tiles(k.streams, k.first + load_at, token, work.count, K, TILES * ROW_TOKENS, TOKENS, False)
-        if not LATE:
-            v_next = load_tiles(v.streams, v.first + load_at, token, work.count, V, TILES * ROW_TOKENS, TOKENS, False)
+    if WHOLE_TILES:
+        for offset in tl.range(0, work.whole, STEP, num_stages=STAGES):
+            if PREFETCHED:
+                prefetch(work, offset, K, V, PREFETCHED, PREFETCHED)
+            load_at = offset
+            if LOADS_AHEAD:
+                k_loaded, v_loaded = k_next, v_next
+                # The last iteration has no next tiles: it loads its own again instead of branching.
+                load_at = tl.minimum(offset + STEP, work.whole - STEP)
+            k_next = load_tiles(k.streams, k.first + load_at, token, work.count, K, TILES * ROW_TOKENS, TOKENS, False)
+            if not LATE:
+                v_next = load_tiles(v.streams, v.first + load_at, token, work.count, V, TILES * ROW_TOKENS, TOKENS, False)
+                if not LOADS_AHEAD:
+                    v_loaded = v_next
             if not LOADS_AHEAD:
-                v_loaded = v_next
-        if not LOADS_AHEAD:
-            k_loaded = k_next
-        if OUTLIERS:
-            entries, entries_ahead = next_patches(work, offset, ready, entries_ahead, K, V, WARPS, TILES * TOKENS, ENTRIES_AHEAD)
-        else:
-            entries = ((), ())
-        scores = score(
-            k_loaded, entries[0], queries, cap, means_first + offset, token, visible, k_lookup, K, DUAL, SOFTCAP, False, FAST,
-        )  # fmt: skip
-        if LATE:
-            v_loaded = load_tiles(v.streams, v.first + offset, token, work.count, V, TILES * ROW_TOKENS, TOKENS, False)
-        softmax = add(softmax, scores, v_loaded, entries[1], queries.is_second, v_lookup, V, FAST)
+                k_loaded = k_next
+            if OUTLIERS:
+                entries, entries_ahead = next_patches(work, offset, ready, entries_ahead, K, V, WARPS, TILES * TOKENS)
+            else:
+                entries = ((), ())
+            scores = score(
+                k_loaded, entries[0], queries, cap, means_first + offset, token, visible, k_lookup, K, DUAL, SOFTCAP, False, FAST,
+            )  # fmt: skip
+            if LATE:
+                v_loaded = load_tiles(v.streams, v.first + offset, token, work.count, V, TILES * ROW_TOKENS, TOKENS, False)
+            softmax = add(softmax, scores, v_loaded, entries[1], queries.is_second, v_lookup, V, FAST)
 
     # Second loop: tiles with tokens that some queries do not see. Token counts of a work item fit in int32.
     queries = relative_to(queries, work.begin)
@@ -235,6 +236,8 @@ def attend_split(
         stop = work.count - work.whole
     for tile in tl.range(masked, stop, SPAN, num_stages=1):
         offset = tile
+        if PREFETCHED and not WHOLE_TILES:
+            prefetch(work, offset, K, V, PREFETCHED, PREFETCHED)
         if CUT:
             # Process the tiles before the whole ones first, then the tiles after them.
             offset = tile + tl.where(tile < 0, 0, work.whole)

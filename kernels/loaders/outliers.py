@@ -195,15 +195,11 @@ def next_entries(
     CONSTANTS: tl.constexpr,
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
-    AHEAD: tl.constexpr,
 ) -> tl.tuple:
     """Return ``first_entries`` for the tokens after the ``WARPS * TOKENS`` tokens at row ``first``. The loads overlap with computation."""
     if CONSTANTS is not None:
         own = pointers[CONSTANTS.first_stream :]
-        if AHEAD:
-            ahead = (_entry_bounds(own, first + 2 * WARPS * TOKENS, last, WARPS, TOKENS), _load_first_entries(own, ahead[0], WARPS, TOKENS))
-        else:
-            ahead = (_entry_bounds(own, first + WARPS * TOKENS, last, WARPS, TOKENS),)
+        ahead = (_entry_bounds(own, first + 2 * WARPS * TOKENS, last, WARPS, TOKENS), _load_first_entries(own, ahead[0], WARPS, TOKENS))
     return ahead
 
 

@@ -296,7 +296,7 @@ PARTS = {
     "PageGeometry": {"codec", "slots"},
     "PageStore": {"put_new"},
     "Recipe": {"check_layers", "from_recorded"},
-    "Side": {"check_new_tokens", "frame", "map_buffers", "norms", "repack", "run_containing", "tiles", "with_run"},
+    "Side": {"check_new_tokens", "decode_frame", "map_buffers", "norms", "repack", "run_containing", "tiles", "with_run"},
 }
 """Methods that only other kvpack modules call, with arguments that were already checked."""
 CLASSES = (

@@ -78,7 +78,7 @@ def _random_layers(basis: Basis) -> list[Any] | None:
     shapes = {place: (basis.rows(*place).heads, _TOKENS, basis.rows(*place).dim) for place in basis.sides()}
     for layer in range(basis.described_layer_count):
         with contextlib.suppress(KvpackError):
-            frames = basis.balanced(layer, "balanced").frames
+            frames = basis.balanced_frames(layer, "balanced").frames
             assert frames is not None
             shapes[layer, "k"] = frames.heads, _TOKENS, frames.dim
     if not shapes or sum(heads * tokens * dim for heads, tokens, dim in shapes.values()) > _MAX_VALUES:

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -160,6 +161,8 @@ def test_options_of_generate_end_replies_and_leave_the_chat_reusable(model: Any)
         (lambda model, words: Chat.load("chat.kvpack", words, model), "model is a .*, expected a transformers model"),
         (lambda model, words: Chat(model, words).send(None), "a message is None, expected a dict"),
         (lambda model, words: Chat(model, words).send([5]), "a message is 5, expected a dict"),
+        (lambda model, words: Chat(torch.nn.Linear(2, 2), words).send("Hi"), "model is a Linear, expected a transformers model"),
+        (lambda model, words: Chat(model.model, words).send("Hi"), "Model has no method generate: load .* AutoModelForCausalLM"),
         (lambda model, words: Chat(model, words).send(b"Hi"), "a message is 2 bytes, expected a dict"),
         (lambda model, words: Chat(model, words).send("\ud800"), "the tokenizer or its chat template rejects these messages"),
     ],
@@ -218,12 +221,16 @@ def test_only_texts_are_joined_without_a_template(model: Any, content: Any) -> N
         Chat(model, words, "raw").send({"role": "user", "content": content}, **GREEDY)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_a_model_in_training_mode_is_refused_with_advice(model: Any) -> None:
     chat = Chat(copy.deepcopy(model).train(), tokenizer(), "raw")
     with pytest.raises(InvalidParameter, match=r"the model is in training mode, .* call model\.eval\(\)"):
         chat.send(HELLO, **GREEDY)
     chat.model.eval()
     assert chat.send(HELLO, **GREEDY)
+    # A new wrapper is in training mode, but its modules are not.
+    wrapper = peft.get_peft_model(chat.model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    assert Chat(wrapper, tokenizer(), "raw").send(HELLO, **GREEDY)
 
 
 def test_loading_refuses_the_cache_of_another_model(model: Any, tmp_path: Path) -> None:

@@ -309,6 +309,8 @@ class KvpackCache(PassCalls):
         model: Any = self.passes.model_of_cache
         if model is None:
             raise InvalidParameter("the cache has no model to generate with: use KvpackCache.of(cache, model)")
+        if not hasattr(model, "generate"):
+            raise InvalidParameter(f"{type(model).__name__} has no method generate: load the model with AutoModelForCausalLM")
         ids = as_token_ids(token_ids).to(execution_device(model))
         if len(ids) == 1:
             # Without a mask, transformers warns if the padding token is also the end-of-text token.

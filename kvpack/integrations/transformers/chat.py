@@ -26,6 +26,7 @@ from kvpack.store.store import Store
 from .arguments import check_model_of_file
 from .cache import check_model, create_cache, inspect_model
 from .cache_lock import CacheLock
+from .hooks import models_in
 from .models import execution_device
 from .prefill import DEFAULT_STEP, compute_missing
 
@@ -250,7 +251,7 @@ class Chat:
         """Return the tokens that the model generates after ``ids``. The cache then contains all but the last of these tokens."""
         if not ids:
             raise InvalidParameter("the conversation has no tokens: send a message that is not empty")
-        if self.model.training:
+        if any(model.training for model in models_in(self.model)):
             raise InvalidParameter("the model is in training mode, so its next turn could not reuse this one: call model.eval() first")
         cache = self._cache
         if cache is None and self._store is not None:

@@ -64,3 +64,17 @@ def test_ordinary_values_do_not_warn() -> None:
         warnings.simplefilter("error")
         kvpack.pack(given, "kv=scalar:b=4;raw=4,0.6,4")
         kvpack.pack([(k[:, :, :0], v[:, :, :0]) for k, v in given], "kv=scalar:b=4")
+
+
+@pytest.mark.parametrize(
+    ("factor", "large", "ordinary", "is_named"),
+    [(64.0, 8, 8, False), (65.0, 8, 8, True), (65.0, 5, 8, True), (65.0, 4, 8, False), (65.0, 8, 5, True), (65.0, 8, 4, False)],
+)
+def test_medians_of_channels_are_compared(factor: float, large: int, ordinary: int, is_named: bool) -> None:
+    """Of 8 tokens, ``large`` have ``factor`` in one channel, and the rest 1. ``ordinary`` have 1 in other channels, and the rest 0."""
+    k = (torch.arange(8) < ordinary).float()[None, None, :, None].expand(1, 1, 8, DIM).clone()
+    k[..., 5] = torch.where(torch.arange(8) < large, factor, 1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kvpack.pack([(k, torch.ones(1, 1, 8, DIM))], "kv=scalar:b=4")
+    assert any("channel 5 of head 0" in str(warning.message) for warning in caught) == is_named

@@ -30,12 +30,13 @@ INLINE void block_maxima_of(const char *row, int64_t stride, int64_t count, int6
     while (left > 0) {
         vi found[LANES];
         for (int64_t i = 0; i < LANES; i++) {
-            found[i] = splat_int(0);
+            vi own = splat_int(0);
             for (int64_t v = 0; v < of_block && left > 0; v++, left--) {
-                found[i] = larger_sizes(found[i], load_int((const int32_t *)(row + at)) & (wide ? 0x7fffffff : 0x7fff7fff), wide);
+                own = larger_sizes(own, load_int((const int32_t *)(row + at)) & (wide ? 0x7fffffff : 0x7fff7fff), wide);
                 at += 4 * LANES;
                 if (at == row_bytes) at = 0, row += stride;
             }
+            found[i] = own;
         }
         int64_t n = LANES;
         for (int64_t own = lanes > LANES ? LANES : lanes; own > 1; own /= 2, n /= 2)
@@ -64,47 +65,64 @@ static int block_maxima(const Encode *call, const char *rows, int64_t count, int
     return all_of(good);
 }
 
-/* The scales by which values are divided, and their reciprocals. A reciprocal of 0, for a scale of 0, makes every value 0. */
+/* The least bf16 numbers, as their bits, whose quotients by a block's scale round to 4-bit elements: to 1/2, 1, 3/2 and 2. From there on, the
+   numbers double with the elements. */
 typedef struct {
-    float scale[MAX_BLOCKS], reciprocal[MAX_BLOCKS];
-} Divisors;
-
-/* Stores the scales of LANES blocks from block `b` on. A scale of 0 makes every value 0. Returns a mask of the scales for which a product
-   with the reciprocal may differ from the quotient. */
-INLINE vi add_divisors(Divisors *by, int64_t b, vf scale) {
-    vf divisor = choose(scale > 0.f, scale, splat(1));
-    store(by->scale + b, divisor);
-    store(by->reciprocal + b, choose(scale > 0.f, 1.f / divisor, splat(0)));
-    return divisor < 0x1p-80f;
-}
-
-/* The least bf16 numbers, as their bits, whose quotients by a block's scale round to 4-bit elements: to 1/2, to 1 and to 3/2. `gap` is the
-   distance from the last one to that of 2. From there on, the numbers double with the elements. */
-typedef struct {
-    int16_t half[MAX_BLOCKS], one[MAX_BLOCKS], more[MAX_BLOCKS], gap[MAX_BLOCKS];
+    int16_t word[4];
 } Steps;
 
-/* The least bf16 numbers whose quotients are above `bound`, or equal to it unless `above` is set. */
-INLINE vi least_word(vf scale, vf reciprocal, float bound, int above) {
-    vi near = (vi)(scale * bound) >> 16;
-    vf quotient = short_quotient((vf)(near << 16), scale, reciprocal);
-    return near - (above ? quotient <= bound : quotient < bound);
-}
+/* The scales that a code can stand for: what values are divided by, its reciprocal, and what else their codes depend on. A reciprocal of 0,
+   for a scale of 0, makes every value 0. If all values of a run have one scale, its code is 0. */
+typedef struct {
+    float scale[256], reciprocal[256];
+    Steps steps[256];
+    /* For powers of two, half of the least number of a normal element, as bf16 in both halves. Below, elements are not normal. */
+    int32_t base[256];
+    /* The number of codes for which a product with the reciprocal may differ from the quotient: those from 1 on, if there are blocks. */
+    int32_t inexact;
+} Divisors;
 
-/* Computes the steps of LANES blocks from block `b` on. */
-INLINE void add_steps(Steps *steps, const Divisors *by, int64_t b) {
+/* Computes the steps of LANES codes from `code` on. */
+INLINE void add_steps(Divisors *by, int64_t code) {
+    /* Quotients up to 1/4 and 5/4 are rounded down, and those of 3/4 and 7/4 up. */
+    static const float bound[4] = {.25f, .75f, 1.25f, 1.75f}, least[4] = {0x1.000002p-2f, .75f, 0x1.400002p0f, 1.75f};
     /* All values of a block whose scale is 0 are far below this scale. */
-    vf reciprocal = load(by->reciprocal + b), scale = choose(reciprocal > 0.f, load(by->scale + b), splat(0x1p126f));
-    vi more = least_word(scale, reciprocal, 1.25f, 1);
-    store_words((uint16_t *)steps->half + b, least_word(scale, reciprocal, .25f, 1));
-    store_words((uint16_t *)steps->one + b, least_word(scale, reciprocal, .75f, 0));
-    store_words((uint16_t *)steps->more + b, more);
-    store_words((uint16_t *)steps->gap + b, least_word(scale, reciprocal, 1.75f, 0) - more);
+    vf reciprocal = load(by->reciprocal + code), scale = choose(reciprocal > 0.f, load(by->scale + code), splat(0x1p126f));
+    ROLLED for (int step = 0; step < 4; step++) {
+        int32_t words[LANES];
+        vi near = (vi)(scale * bound[step]) >> 16;
+        store_int(words, near - (short_quotient((vf)(near << 16), scale, reciprocal) < least[step]));
+        ROLLED for (int i = 0; i < LANES; i++) by->steps[code + i].word[step] = (int16_t)words[i];
+    }
 }
 
-/* Computes the codes of the blocks' scales, and the divisors, or only reciprocals if scales are powers of two. Returns 0 if some values
-   must be divided. */
-static int block_scales(const Encode *call, const float *most, int64_t blocks, float run_scale, uint8_t *code, Divisors *by, Steps *steps) {
+/* Computes all scales of a run. */
+static __attribute__((noinline)) AS_WRITTEN void make_divisors(const Encode *call, float run_scale, Divisors *by) {
+    int32_t kind = (int32_t)call->codec->scale_kind, bits = (int32_t)call->codec->packing[0].digit[0].bits;
+    int32_t bias = bits == 4 ? 1 : (int32_t)call->codec->bias, codes = kind == POWERS_OF_BLOCKS ? 256 : kind == ONE_SCALE ? LANES : 128;
+    by->inexact = 0;
+    for (int32_t c = 0; c < codes; c += LANES) {
+        int32_t codes_here[LANES];
+        ROLLED for (int32_t i = 0; i < LANES; i++) codes_here[i] = c + i;
+        vi code = load_int(codes_here);
+        if (kind == POWERS_OF_BLOCKS) {
+            vi base = choose_int(code > bias, (code - bias) << 7, splat_int(0x7fff));
+            store(by->reciprocal + c, (vf)((254 - code) << 23));
+            store_int(by->base + c, (base & 0xffff) | base << 16);
+            continue;
+        }
+        vf scale = kind == ONE_SCALE ? splat(run_scale) : from_element(code, 8, 3, 7, 0x7f) * run_scale;
+        vf divisor = choose(scale > 0.f, scale, splat(1));
+        store(by->scale + c, divisor);
+        store(by->reciprocal + c, choose(scale > 0.f, 1.f / divisor, splat(0)));
+        ROLLED for (int32_t i = c; i < c + LANES && i < 0x7f; i++)
+            by->inexact += by->scale[i] < 0x1p-80f || (kind == SCALES_OF_BLOCKS && i && by->reciprocal[i] == 0);
+        if (kind == SCALES_OF_BLOCKS && call->dtype == BF16) add_steps(by, c);
+    }
+}
+
+/* Computes the codes of the blocks' scales. Returns 0 if some values must be divided. */
+static int block_scales(const Encode *call, const float *most, int64_t blocks, float run_scale, uint8_t *code, const Divisors *by) {
     int32_t fraction = (int32_t)call->codec->fraction_bits, emax = fraction == 3 ? 8 : fraction == 2 ? 15 : 2;
     /* Corresponds to exponent_carry in formats/minifloat.py. */
     int32_t last = ((int32_t)call->codec->finite - 1) & ((1 << fraction) - 1), carry = (1 << 23) - ((2 * last + 1) << (22 - fraction)) - 1;
@@ -115,12 +133,10 @@ static int block_scales(const Encode *call, const float *most, int64_t blocks, f
         if (call->codec->scale_kind == POWERS_OF_BLOCKS) {
             own = (((vi)largest + carry) >> 23) - emax;
             own = choose_int(own > 0, own, splat_int(0));
-            store(by->reciprocal + b, (vf)((254 - own) << 23));
         } else {
             vf divisor = splat(run_scale > 0 ? run_scale : INFINITY);
             own = element_codes(largest / 6.f / divisor, largest, 8, 3, 7, 0x7f);
-            small |= add_divisors(by, b, from_element(own, 8, 3, 7, 0x7f) * run_scale);
-            if (call->dtype == BF16) add_steps(steps, by, b);
+            small |= (own > 0) & (own <= by->inexact);
         }
         store_octets(code + b, own);
     }
@@ -179,53 +195,45 @@ INLINE vw binade_codes(const Codec *codec, vw x, const Divisors *by, const Binad
 }
 
 /* Codes of 2 * LANES bf16 values whose scale is a power of two. */
-INLINE vw power_codes(const Codec *codec, vw x, float reciprocal, int32_t power, int32_t bits) {
-    int32_t fraction = bits == 4 ? 1 : (int32_t)codec->fraction_bits, bias = bits == 4 ? 1 : (int32_t)codec->bias;
+INLINE vw power_codes(const Codec *codec, vw x, const Divisors *by, uint8_t code, int32_t bits) {
+    int32_t fraction = bits == 4 ? 1 : (int32_t)codec->fraction_bits;
+    /* From 128 on, elements are normal. */
+    vw size = (x & 0x7fff) - (vw)splat_int(by->base[code]);
     /* Elements of 4 bits below 1 are 0 and 1/2, which two comparisons find. */
-    int32_t smallest = bits == 4 ? 0 : (power > bias ? power - bias + 1 : 1) << 7;
-    vw size = x & 0x7fff;
-    if ((bits == 4 && power < 3) || any_word_below(size, splat_word(smallest))) return small_word_codes(codec, x, 0, reciprocal, bits);
-    int16_t shift = (int16_t)(7 - fraction), round = (int16_t)((1 << (shift - 1)) - 1), first = (int16_t)((power - bias) * (1 << fraction));
-    vw code = ((size + ((size >> shift) & 1) + round) >> shift) - first;
-    if (bits == 4) {
-        int16_t quarter = (int16_t)((power - 2) << 7), three_quarters = (int16_t)(((power - 1) << 7) + 64);
-        code = larger_word(code, -(vw)(size > quarter) - (vw)(size >= three_quarters));
-    }
-    return smaller_word(code, splat_word((int32_t)codec->finite - 1)) | ((x >> (int16_t)(16 - bits)) & (int16_t)(1 << (bits - 1)));
+    if (bits == 4 ? code < 3 : any_word_below(size, splat_word(128))) return small_word_codes(codec, x, 0, by->reciprocal[code], bits);
+    int16_t shift = (int16_t)(7 - fraction), round = (int16_t)((1 << (shift - 1)) - 1);
+    vw result = (size + ((size >> shift) & 1) + round) >> shift;
+    if (bits == 4) result = larger_word(result, -(vw)(size > -128) - (vw)(size >= 64));
+    return smaller_word(result, splat_word((int32_t)codec->finite - 1)) | ((x >> (int16_t)(16 - bits)) & (int16_t)(1 << (bits - 1)));
 }
 
-/* Codes of 4 bits of 2 * LANES bf16 values, whose first block is `b`. */
-INLINE vw step_codes(vw x, const Steps *steps, int64_t b) {
-    vw size = x & 0x7fff, far = size - block_words(steps->more + b);
-    vw code = ((far >> 6) & -2) + 3 - (vw)((far & 127) >= block_words(steps->gap + b));
-    vw small = -(vw)(size >= block_words(steps->half + b)) - (vw)(size >= block_words(steps->one + b));
-    return smaller_word(larger_word(code, small), splat_word(7)) | ((x >> 12) & 8);
+/* Codes of 4 bits of 2 * LANES bf16 values in blocks of 16, the first of which has the scale `code`. */
+INLINE vw step_codes(vw x, const Divisors *by, const uint8_t *code) {
+    vw half, one, more, two;
+    split_blocks(&by->steps[code[0]], &by->steps[code[LANES > 8]], &half, &one, &more, &two);
+    vw size = x & 0x7fff, far = size - more;
+    vw result = ((far >> 6) & -2) + 3 - (vw)((far & 127) >= two - more);
+    vw small = -(vw)(size >= half) - (vw)(size >= one);
+    return smaller_word(larger_word(result, small), splat_word(7)) | ((x >> 12) & 8);
 }
-
-/* What codes of bf16 values depend on: one of these, by how values are scaled. */
-typedef struct {
-    const Binades *binades;
-    const uint8_t *powers;
-    const Steps *steps;
-} WordRules;
 
 /* Computes the codes of rows of bf16 like row_codes, but with 16 bits for each value. If rows of words are `folded`, half as wide as
    vectors, each vector has two fields of them. */
 INLINE void word_codes(const Codec *codec, const char *row, int64_t stride, int64_t count, uint16_t *to, int64_t to_stride,
-                       const Divisors *by, const WordRules *rules, int way, int32_t bits, int folded) {
-    int64_t width = codec->packing[0].width, first = 0, step = folded ? LANES : width;
-    for (int64_t i = 0; i < count; i++, row += stride, to += to_stride, first += codec->dim / 32)
+                       const Divisors *by, const Binades *binades, const uint8_t *codes, int way, int32_t bits, int folded) {
+    int64_t width = codec->packing[0].width, step = folded ? LANES : width, block = way == BY_POWERS ? 32 : 16;
+    for (int64_t i = 0; i < count; i++, row += stride, to += to_stride, codes += codec->dim / block)
         for (int64_t c = 0; c < width; c += 2 * LANES) {
             vw word = splat_word(0);
             for (int32_t f = 0; f < 16 / bits; f += 1 + folded) {
-                int64_t d = f * step + c, b = first + d / 32;
+                int64_t d = f * step + c;
                 vw x = load_word_pairs(row + 2 * d), code;
                 if (way == BY_POWERS)
-                    code = power_codes(codec, x, by->reciprocal[b], rules->powers[b], bits);
+                    code = power_codes(codec, x, by, codes[d / block], bits);
                 else if (bits == 4)
-                    code = step_codes(x, rules->steps, 2 * first + d / 16);
+                    code = step_codes(x, by, codes + d / block);
                 else
-                    code = binade_codes(codec, x, by, rules->binades);
+                    code = binade_codes(codec, x, by, binades);
                 word |= code << (int16_t)(bits * f);
             }
             if (folded) {
@@ -238,16 +246,16 @@ INLINE void word_codes(const Codec *codec, const char *row, int64_t stride, int6
         }
 }
 
-/* Computes the codes of `count` rows of binary32. Their blocks of 1 << `shift` channels (or of one whole row) are those of `by`. */
+/* Computes the codes of `count` rows of binary32. Their blocks of 1 << `shift` channels (or all values) have the scales of `codes`. */
 INLINE void row_codes(const Codec *codec, const char *row, int64_t stride, int64_t count, uint16_t *to, int64_t to_stride, const Divisors *by,
-                      int32_t shift, int way, int64_t bits) {
+                      const uint8_t *codes, int32_t shift, int way, int64_t bits) {
     int32_t fraction = (int32_t)codec->fraction_bits, bias = (int32_t)codec->bias, finite = (int32_t)codec->finite;
     int64_t width = codec->packing[0].width, first = 0;
     for (int64_t i = 0; i < count; i++, row += stride, to += to_stride, first += codec->dim >> shift)
         for (int64_t c = 0; c < width; c += LANES) {
             vi word = splat_int(0);
             for (int64_t f = 0; f < 16 / bits; f++) {
-                int64_t d = f * width + c, b = first + (d >> shift);
+                int64_t d = f * width + c, b = codes[first + (d >> shift)];
                 vf from = load((const float *)row + d), x = from;
                 if (way == BY_POWERS)
                     x *= by->reciprocal[b];
@@ -295,15 +303,15 @@ static LongRows long_rows(const Encode *call, const char *row, int64_t count, in
 }
 
 /* Encodes rows, with the kind of scaling, the number of bits and the layout as constants. */
-#define ROW_CODES(way, bits)                                                                  \
-    row_codes(codec, rows.row, rows.stride, rows.count, to, to_stride, by, shift, way, bits); \
+#define ROW_CODES(way, bits)                                                                         \
+    row_codes(codec, rows.row, rows.stride, rows.count, to, to_stride, by, codes, shift, way, bits); \
     break
-#define WORD_CODES(way, bits, folded)                                                                  \
-    word_codes(codec, rows.row, rows.stride, rows.count, to, to_stride, by, rules, way, bits, folded); \
+#define WORD_CODES(way, bits, folded)                                                                           \
+    word_codes(codec, rows.row, rows.stride, rows.count, to, to_stride, by, binades, codes, way, bits, folded); \
     break
 
-static void all_row_codes(const Codec *codec, LongRows rows, uint16_t *to, int64_t to_stride, const Divisors *by, const WordRules *rules,
-                          int way) {
+static void all_row_codes(const Codec *codec, LongRows rows, uint16_t *to, int64_t to_stride, const Divisors *by, const Binades *binades,
+                          const uint8_t *codes, int way) {
     int64_t bits = codec->packing[0].digit[0].bits;
     int32_t shift = codec->scale_kind == ONE_SCALE ? 31 : __builtin_ctz((unsigned)codec->size);
     switch (8 * way + 4 * (rows.dtype == F32) + 2 * is_folded(codec) + (bits == 4)) {
@@ -328,12 +336,11 @@ static int encode_minifloats(const Encode *call, int64_t batch, int64_t head, in
     int64_t kind = codec->scale_kind, blocks = kind == ONE_SCALE ? 0 : codec->dim / codec->size;
     float run_scale = kind == POWERS_OF_BLOCKS ? 1 : *(const float *)row_of(scales + (kind == SCALES_OF_BLOCKS), batch, head, 0);
     float most[MAX_BLOCKS], wide[ROWS_MEASURED * 1024];
-    uint8_t code[MAX_BLOCKS];
+    uint8_t code[MAX_BLOCKS] = {0};
     Divisors by;
     Binades binades;
-    Steps steps;
-    WordRules rules = {&binades, code, &steps};
-    int quick = all_of(~add_divisors(&by, 0, splat(run_scale)));
+    make_divisors(call, run_scale, &by);
+    int quick = !by.inexact;
     if (quick && kind == ONE_SCALE && uses_words(codec, BY_RECIPROCALS)) make_binades(codec, &by, &binades);
     for (int64_t t = start, count; t < stop; t += count) {
         count = next_skipped(call, batch, t, t + ROWS_MEASURED < stop ? t + ROWS_MEASURED : stop) - t;
@@ -346,14 +353,14 @@ static int encode_minifloats(const Encode *call, int64_t batch, int64_t head, in
         const char *rows = row_of(&call->x, batch, head, t);
         if (blocks) {
             if (!block_maxima(call, rows, count, codec->size, most)) return 0;
-            quick = block_scales(call, most, count * blocks, run_scale, code, &by, &steps);
+            quick = block_scales(call, most, count * blocks, run_scale, code, &by);
             int64_t together = scales->row == blocks ? count : 1;
             for (int64_t i = 0; i < count; i += together) memcpy((char *)row_of(scales, batch, head, t + i), code + i * blocks, together * blocks);
         }
         int words = quick && call->dtype == BF16 && uses_words(codec, BY_RECIPROCALS);
         int way = kind == POWERS_OF_BLOCKS ? BY_POWERS : words ? BY_RECIPROCALS : BY_DIVISION;
         uint16_t *to = (uint16_t *)row_of(codes, batch, head, t);
-        all_row_codes(codec, long_rows(call, rows, count, way, wide), to, codes->row / 2, &by, &rules, way);
+        all_row_codes(codec, long_rows(call, rows, count, way, wide), to, codes->row / 2, &by, &binades, code, way);
     }
     return 1;
 }

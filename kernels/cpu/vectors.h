@@ -30,6 +30,13 @@
 #define UNROLLED _Pragma("GCC unroll 16")
 #endif
 
+/* Placed before a loop that runs seldom, so that it stays small. */
+#ifdef __clang__
+#define ROLLED _Pragma("nounroll")
+#else
+#define ROLLED _Pragma("GCC unroll 1")
+#endif
+
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
@@ -197,14 +204,25 @@ INLINE vw load_word_pairs(const void *p) { return *(const vw_any *)p; }
 INLINE void store_word_pairs(void *p, vw x) { *(vw_any *)p = x; }
 INLINE vw splat_word(int32_t x) { return (vw){0} + (int16_t)x; }
 
-/* Returns words of blocks of 16, from that of the first block on. */
-INLINE vw block_words(const int16_t *p) {
+/* Splats the four words of a block to vectors, or those of two blocks of 16 to their lanes. */
+INLINE void split_blocks(const void *first, const void *second, vw *a, vw *b, vw *c, vw *d) {
+#if LEVEL >= 3
+    int64_t words[2];
+    memcpy(words, first, 8);
+    memcpy(words + 1, second, 8);
+#endif
 #if LEVEL == 4
-    int32_t both;
-    memcpy(&both, p, sizeof both);
-    return (vw)_mm512_permutexvar_epi16(_mm512_maskz_set1_epi32(0xff00, 0x10001), _mm512_set1_epi32(both));
+    __m512i both = _mm512_mask_set1_epi64(_mm512_set1_epi64(words[0]), 0xf0, words[1]);
+    *a = (vw)_mm512_shuffle_epi8(both, _mm512_set1_epi16(0x100)), *b = (vw)_mm512_shuffle_epi8(both, _mm512_set1_epi16(0x302));
+    *c = (vw)_mm512_shuffle_epi8(both, _mm512_set1_epi16(0x504)), *d = (vw)_mm512_shuffle_epi8(both, _mm512_set1_epi16(0x706));
+#elif LEVEL == 3
+    __m256i both = _mm256_set1_epi64x(words[0]);
+    *a = (vw)_mm256_shuffle_epi8(both, _mm256_set1_epi16(0x100)), *b = (vw)_mm256_shuffle_epi8(both, _mm256_set1_epi16(0x302));
+    *c = (vw)_mm256_shuffle_epi8(both, _mm256_set1_epi16(0x504)), *d = (vw)_mm256_shuffle_epi8(both, _mm256_set1_epi16(0x706));
 #else
-    return splat_word(*p);
+    const int16_t *words = first;
+    *a = splat_word(words[0]), *b = splat_word(words[1]), *c = splat_word(words[2]), *d = splat_word(words[3]);
+    (void)second;
 #endif
 }
 

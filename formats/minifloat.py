@@ -389,7 +389,7 @@ def _scale_for(largest: torch.Tensor, quotient_limit: float, half: bool) -> torc
     bits = scale.view(torch.int16 if half else torch.int32)
     # Values up to half a step above the largest element round to it.
     short = scale.to(torch.float32) * (quotient_limit * _SATURATION_MARGIN) < largest
-    return (bits + short.to(bits.dtype)).view(scale.dtype)
+    return (bits + short).view(scale.dtype)
 
 
 def _divide(x: torch.Tensor, divisor: float) -> torch.Tensor:

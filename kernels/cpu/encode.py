@@ -6,6 +6,7 @@ Groups without a rotation, and 8-bit and 4-bit floats, are encoded to exactly th
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -59,7 +60,6 @@ _CANDIDATES = {"full": 0, "scalar": 1, "local2x2": 2, "local3x3": 3}
 _EVEN_BRACKETS = 4
 _STORED_DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "F32": torch.float32}
 _VECTOR_VALUES = 16
-_PAGE_TOKENS = 512
 _MAX_MEAN = 2.0**60
 _FLOATS, _PAIRS, _POWERS = range(3)
 _ROUNDING_MARGIN = 1 - 2.0**-10
@@ -109,6 +109,7 @@ def encode(
     norms: torch.Tensor | None = None,
     errors: torch.Tensor | None = None,
     skipped: torch.Tensor | None = None,
+    largest: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor] | None:
     """Encode ``x`` ``[batch, kv_head, token, dim]`` to streams.
 
@@ -116,7 +117,8 @@ def encode(
     dtype or the strides. ``previous`` contains the streams of the preceding tokens, if any. ``level`` is an index into
     ``library.levels()``. For a codec with ``direction_spread``, the tokens' norms (``codec.coded_norms``) and relative errors are written
     to ``norms`` and ``errors``, contiguous float32 ``[batch, kv_head, token]``. ``skipped``, contiguous bool ``[batch, token]``, marks
-    tokens to encode as zeros; only Minifloat supports it.
+    tokens to encode as zeros; only Minifloat supports it. ``largest`` contains the largest magnitudes of tokens as ``measure`` returns
+    them, if known.
     """
     if skipped is not None and type(codec) is not Minifloat:
         return None
@@ -126,7 +128,11 @@ def encode(
         return _encode_centered(codec, x, threads, level, norms, errors)
     streams_so_far: dict[str, torch.Tensor] = {}
     if isinstance(codec, Minifloat) and codec.run_scale is not None:
-        scale = _compute_run_scale(codec, x, None if previous is None else previous[codec.run_scale], threads, level, skipped)
+        if largest is None:
+            measured = measure(x, threads, level)
+            assert measured is not None
+            largest = measured[1]
+        scale = _compute_run_scale(codec, largest, None if previous is None else previous[codec.run_scale], skipped)
         if scale is None:
             return None
         streams_so_far[codec.run_scale] = scale
@@ -176,36 +182,32 @@ def _encode(
     return streams if library.run("encode", call, "encode") != REFUSED else None
 
 
-def _measure_pages(
-    codec: Codec, x: torch.Tensor, page: int, columns: int, threads: int | None, level: int, skipped: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Measure pages of ``page`` tokens of ``x`` with the C function ``kvpack_measure``.
-
-    Returns float32 ``[batch, kv_head, page, column]``.
-    """
-    batch, heads, tokens, _ = x.shape
-    result = empty((batch, heads, -(-tokens // page), columns), torch.float32, x.device)
+def _page_means(codec: Codec, x: torch.Tensor, page: int, threads: int | None, level: int) -> torch.Tensor:
+    """Return the means of pages of ``page`` tokens of ``x``, float32 ``[batch, kv_head, page, dim]``."""
+    batch, heads, tokens, dim = x.shape
+    result = empty((batch, heads, -(-tokens // page), dim), torch.float32, x.device)
     call, _, _keep_alive = create_call(codec, x.shape[:3], x.dtype, x, threads, level)
     call.means, call.mean_tokens = library.Stream.describe(result), page
-    if skipped is not None:
-        call.skipped = skipped.data_ptr()
     library.run("measure", call, "encode")
     return result
 
 
 def _compute_run_scale(
-    codec: Minifloat, x: torch.Tensor, previous: torch.Tensor | None, threads: int | None, level: int, skipped: torch.Tensor | None
+    codec: Minifloat, largest: torch.Tensor, previous: torch.Tensor | None, skipped: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Return the run scale of ``x`` (see ``Minifloat.begin``), or None if there are no values or if some are too large or not finite."""
-    if not x.shape[2]:
+    """Return the scale of a run (see ``Minifloat.begin``), or None if it has no values or if some are too large or not finite.
+
+    ``largest``, ``[batch, kv_head, token]``, are the largest magnitudes of its tokens.
+    """
+    if not largest.numel():
         return None
-    largest = _measure_pages(codec, x, _PAGE_TOKENS, 1, threads, level, skipped).amax(2)
-    if codec.granularity != "head":
-        largest = largest.amax(1, keepdim=True)
-    if not torch.isfinite(largest).all():
+    if skipped is not None:
+        largest = largest.masked_fill(skipped[:, None], 0.0)
+    largest = largest.amax(2 if codec.granularity == "head" else (1, 2), keepdim=True)
+    if not float(largest.amax()) < math.inf:
         return None
     scale = run_scales(codec, largest, previous)
-    return scale if torch.isfinite(scale).all() else None
+    return scale if float(scale.amax()) < math.inf else None
 
 
 def _encode_centered(
@@ -214,7 +216,7 @@ def _encode_centered(
     """Encode ``x`` with a codec whose only sidecar is ``KeyMean``, to the same streams as ``formats/``."""
     (key_mean,) = codec.sidecars
     assert isinstance(key_mean, KeyMean)
-    mean = _measure_pages(codec.codec, x, key_mean.tokens, codec.dim, threads, level).mul_(key_mean.share)
+    mean = _page_means(codec.codec, x, key_mean.tokens, threads, level).mul_(key_mean.share)
     if not mean.numel() or not mean.abs().amax().item() < _MAX_MEAN:
         return None
     if _ROTATION not in codec.derived_values:
@@ -317,19 +319,27 @@ def _padded_table(values: list[float], padding: float) -> torch.Tensor:
     return torch.tensor(values + [padding] * (entries - len(values)), dtype=torch.float32, device="cpu")
 
 
-def norms(x: torch.Tensor) -> torch.Tensor | None:
-    """Return the norm of each token in each head, as ``norms_per_head`` does, or None for unsupported dtypes and strides."""
+def measure(x: torch.Tensor, threads: int | None = None, level: int = 0) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the norm of each token in each head, as ``norms_per_head`` does, and the largest magnitude, which is not finite if a value is
+    not.
+
+    Both are float32 ``[batch, kv_head, token]``. ``level`` is an index into ``library.levels()``. Returns None for unsupported dtypes and
+    strides.
+    """
     batch, heads, tokens, dim = x.shape
     if x.dtype not in DTYPES or not (x.stride(3) == 1 or dim == 1):
         return None
-    result = torch.empty(batch, heads, tokens, dtype=torch.float32, device="cpu")
+    norms, largest = torch.empty(2, batch, heads, tokens, dtype=torch.float32, device="cpu")
     if x.numel():
-        threads = min(library.thread_count(None, torch.get_num_threads()), 1 + x.numel() // MIN_VALUES)
-        sizes = {"layers": batch, "heads": heads, "tokens": tokens, "dim": dim, "threads": threads}
+        threads = min(library.thread_count(threads, torch.get_num_threads()), 1 + x.numel() // MIN_VALUES)
         values = library.Stream.describe(x)
-        call = library.RawSlotsArguments(x=values, dtype=DTYPES.index(x.dtype), norms=result.data_ptr(), **sizes)
-        library.run("raw_slots", call, "measure norms")
-    return result
+        if batch == 1:
+            # Threads divide the work by layers.
+            batch, heads, values.batch = heads, 1, values.head
+        sizes = {"layers": batch, "heads": heads, "tokens": tokens, "dim": dim, "threads": threads, "level": level}
+        pointers = {"norms": norms.data_ptr(), "largest": largest.data_ptr()}
+        library.run("raw_slots", library.RawSlotsArguments(x=values, dtype=DTYPES.index(x.dtype), **sizes, **pointers), "measure tokens")
+    return norms, largest
 
 
 def choose_raw_tokens(

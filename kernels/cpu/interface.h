@@ -7,7 +7,7 @@
 #define EXPORTED __attribute__((visibility("default")))
 
 /* Changes with every structure or function in this file. library.py refuses a library with another number. */
-#define KVPACK_INTERFACE 34
+#define KVPACK_INTERFACE 35
 
 enum { HEAD_RUN = 5 };
 enum { SIZE_FLOATS, SIZE_PAIRS, SIZE_POWERS };
@@ -184,7 +184,7 @@ typedef struct {
        Midpoints are followed by infinities. */
     Table bounds[MAX_BOUNDS];
     /* key_mean: float [batch, kv_head, page, dim], subtracted from the tokens of each page of mean_tokens tokens (a multiple of 16),
-       unless its data is NULL. kvpack_measure writes these means; for minifloat, it writes the largest magnitude of each page instead. */
+       unless its data is NULL. kvpack_measure writes these means. */
     Stream means;
     /* NULL or, if the codec stores directions, float [batch][kv_head][token]: the norms of the encoded vectors, and their errors relative
        to the norms. Errors do not include the rounding of stored norms. */
@@ -257,12 +257,13 @@ typedef struct {
    norm of a token in a head, relative to the head's typical norm. A page may have up to `few` tokens that are large in only one head. The
    first `first` tokens are chosen in any case. `chosen` [layer][slots] receives the tokens in ascending order, followed by -1. `left_out`
    [layer][2] receives the number of tokens without a slot, and how many of them cost other tokens precision. `norms`
-   [layer][kv_head][tokens] receives all norms, or contains them if x.data is NULL; without slots and bounds, nothing else is computed. */
+   [layer][kv_head][tokens] receives all norms, or contains them if x.data is NULL; without slots and bounds, nothing else is chosen.
+   `largest`, of the same shape, receives the largest magnitude of each token, or is NULL. */
 typedef struct {
     Stream x;
     int64_t dtype, layers, heads, tokens, dim, slots, page, few, first;
     float low, high, shared, grouped;
-    float *norms;
+    float *norms, *largest;
     int64_t *chosen, *left_out;
     int64_t threads, level;
 } RawSlots;

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 THREADS = "KVPACK_THREADS"
 """Name of the environment variable that sets the number of threads per call."""
 
-INTERFACE = 34
+INTERFACE = 35
 """Version of interface.h that the structures below mirror."""
 
 _OUT_OF_MEMORY = 1
@@ -174,7 +174,7 @@ class RawSlotsArguments(Structure):
         ("x", Stream),
         *((name, c_int64) for name in ("dtype", "layers", "heads", "tokens", "dim", "slots", "page", "few", "first")),
         *((name, c_float) for name in ("low", "high", "shared", "grouped")),
-        *((name, c_void_p) for name in ("norms", "chosen", "left_out")),
+        *((name, c_void_p) for name in ("norms", "largest", "chosen", "left_out")),
         *((name, c_int64) for name in ("threads", "level")),
     )
 

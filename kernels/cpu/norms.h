@@ -1,4 +1,4 @@
-/* The norms of tokens in each head (formats/token_norms.py, norms_per_head). */
+/* The norms of tokens in each head (formats/token_norms.py, norms_per_head), and their largest magnitudes. */
 
 /* Loads LANES values, beginning at `x`. */
 INLINE vf values_at(const char *x, int64_t dtype) {
@@ -7,25 +7,30 @@ INLINE vf values_at(const char *x, int64_t dtype) {
     return dtype == BF16 ? (vf)(words << 16) : from_half(words);
 }
 
-/* The sum of squares of a row of values, as LANES partial sums. */
-INLINE vf squares_of(const char *row, int64_t dim, int64_t dtype) {
+/* The sum of squares of a row of values, as LANES partial sums. Lanes of `largest`, or both halves of them if values have 16 bits, receive
+   the bits of magnitudes, the largest of which is that of the row. */
+INLINE vf squares_of(const char *row, int64_t dim, int64_t dtype, vi *largest) {
     int64_t size = dtype == F32 ? 4 : 2, d = 0;
+    int32_t magnitude = dtype == F32 ? 0x7fffffff : 0x7fff7fff;
     vf sum = splat(0), other = splat(0);
+    vi most = splat_int(0);
     for (; d + 2 * LANES <= dim; d += 2 * LANES) {
-        vf x = values_at(row + size * d, dtype), y = values_at(row + size * (d + LANES), dtype);
+        vi first = load_int((const int32_t *)(row + size * d)), second = first;
+        if (dtype == F32) second = load_int((const int32_t *)(row + size * (d + LANES)));
+        most = larger_sizes(most, first & magnitude, dtype == F32);
+        if (dtype == F32) most = larger_sizes(most, second & magnitude, 1);
+        vf x = value_of((vu)first, 0, dtype), y = value_of((vu)second, 1, dtype);
         sum += x * x;
         other += y * y;
     }
-    for (; d + LANES <= dim; d += LANES) {
-        vf x = values_at(row + size * d, dtype);
-        sum += x * x;
-    }
-    if (d < dim) {
+    for (; d < dim; d += LANES) {
         char rest[4 * LANES] = {0};
-        memcpy(rest, row + size * d, size * (dim - d));
+        memcpy(rest, row + size * d, size * (dim - d < LANES ? dim - d : LANES));
         vf x = values_at(rest, dtype);
         sum += x * x;
+        most = larger_sizes(most, load_int((const int32_t *)rest) & magnitude, dtype == F32);
     }
+    *largest = most;
     return sum + other;
 }
 
@@ -35,24 +40,39 @@ static __attribute__((noinline)) void store_roots(vf *squares, int64_t count, fl
     memcpy(roots, &sums, sizeof(float) * count);
 }
 
+/* Stores the largest magnitudes of the first `count` rows, each of which is the result of squares_of. */
+static __attribute__((noinline)) void store_largest(vi *most, int64_t count, float *largest, int64_t dtype) {
+    for (int64_t n = LANES; n > 1; n /= 2)
+        for (int64_t i = 0; i < n / 2; i++)
+            most[i] = larger_sizes(SHUFFLE(vi, vi, most[2 * i], most[2 * i + 1], EVEN), SHUFFLE(vi, vi, most[2 * i], most[2 * i + 1], ODD),
+                                   dtype == F32);
+    vi bits = dtype == F32 ? most[0] : larger_sizes(most[0], most[0] << 16, 0);
+    vf values = dtype == F32 ? (vf)bits : value_of((vu)bits, 1, dtype);
+    memcpy(largest, &values, sizeof(float) * count);
+}
+
 INLINE void norms_of(const RawSlots *call, int64_t layer, int64_t dtype) {
     for (int64_t h = 0; h < call->heads; h++) {
-        float *norms = call->norms + (layer * call->heads + h) * call->tokens;
+        int64_t first = (layer * call->heads + h) * call->tokens;
         const char *x = call->x.data + layer * call->x.batch + h * call->x.head;
         for (int64_t t = 0; t < call->tokens; t += LANES) {
             int64_t count = call->tokens - t < LANES ? call->tokens - t : LANES;
             vf squares[LANES];
-            for (int64_t i = 0; i < LANES; i++)
-                squares[i] = i < count ? squares_of(x + (t + i) * call->x.row, call->dim, dtype) : splat(0);
-            store_roots(squares, count, norms + t);
+            vi most[LANES];
+            for (int64_t i = 0; i < LANES; i++) {
+                squares[i] = splat(0), most[i] = splat_int(0);
+                if (i < count) squares[i] = squares_of(x + (t + i) * call->x.row, call->dim, dtype, &most[i]);
+            }
+            store_roots(squares, count, call->norms + first + t);
+            if (call->largest) store_largest(most, count, call->largest + first + t, dtype);
         }
     }
 }
 
 static void layer_norms(const RawSlots *call, int64_t layer) {
-    switch (call->dtype) {
-        case F16: norms_of(call, layer, F16); break;
-        case BF16: norms_of(call, layer, BF16); break;
-        default: norms_of(call, layer, F32);
-    }
+    /* Binary16 and binary32 are rarer, and share code. */
+    if (call->dtype == BF16)
+        norms_of(call, layer, BF16);
+    else
+        norms_of(call, layer, call->dtype);
 }

@@ -351,7 +351,7 @@ def _pack_pair(
     Returns packed keys and values for each layer, and the outlier channel, if any.
     """
     k, v, outlier = layer.k, layer.v, None
-    norms = cache(dispatch.norms)
+    measure = cache(dispatch.measure)
     # Keys and values mostly have the same rule for raw tokens.
     chosen_by_rule: dict[tuple[int, float, float], torch.Tensor] = {}
     both: list[Sequence[Side | None]] = []
@@ -364,10 +364,12 @@ def _pack_pair(
             if raw is not None and isinstance(k, torch.Tensor):
                 rule = raw.first, raw.low_norm, raw.high_norm
                 if rule not in chosen_by_rule:
-                    value_norms, packed = norms(v) if isinstance(v, torch.Tensor) else None, k.shape[2] - k.shape[2] % (window or 1)
-                    chosen_by_rule[rule] = dispatch.choose_raw_tokens(raw, norms(k), value_norms, packed, start + layer.skipped)
+                    value_norms = measure(v).norms if isinstance(v, torch.Tensor) else None
+                    packed, position = k.shape[2] - k.shape[2] % (window or 1), start + layer.skipped
+                    chosen_by_rule[rule] = dispatch.choose_raw_tokens(raw, measure(k).norms, value_norms, packed, position)
                 chosen = chosen_by_rule[rule]
-            both.append(pack_sides(x, len(layer_indices), codec, window, where, start + layer.skipped, chosen=chosen))
+            measured = None if chosen is None else measure(x)
+            both.append(pack_sides(x, len(layer_indices), codec, window, where, start + layer.skipped, chosen=chosen, measured=measured))
             if side == "k":
                 outlier = _outlier_channel(x, codec, layer_indices.start)
         else:

@@ -417,11 +417,12 @@ def pack_sides(
     first: int | None = None,
     norms: torch.Tensor | None = None,
     chosen: torch.Tensor | None = None,
+    measured: dispatch.ValueSizes | None = None,
 ) -> list[Side]:
     """Encode several layers as ``pack_side`` does. Returns their sides.
 
     In the batch of ``x``, the sequences of each layer follow those of the previous layer. ``chosen`` is a mask of the raw tokens, as in
-    ``encode``.
+    ``encode``, and ``measured`` contains the sizes of all tokens, if known.
     """
     tokens = x.shape[2]
     # With a window, the newest tokens stay raw. Without one, all tokens are packed, including a partial last group.
@@ -432,7 +433,10 @@ def pack_sides(
         packed_norms = None if norms is None else norms[:, :, :packed]
         parts: Sequence[Mapping[str, torch.Tensor] | None] = [None] * layers
         if packed:
-            streams = encode(codec, x[:, :, :packed], where, position=first, norms=packed_norms, layers=layers, chosen=chosen)
+            sizes = None if measured is None else measured.before(packed)
+            streams = encode(
+                codec, x[:, :, :packed], where, position=first, norms=packed_norms, layers=layers, chosen=chosen, measured=sizes
+            )
             parts = [streams] if layers == 1 else split_sequences(codec, streams, layers)
         sides = []
         for part, tail in zip(parts, x[:, :, packed:].chunk(layers, 0), strict=True):

@@ -61,6 +61,20 @@ class TokenSizes(NamedTuple):
 
 UNMEASURED = TokenSizes()
 
+
+class ValueSizes(NamedTuple):
+    """Sizes of tokens in each head: their norms, and their largest magnitudes if these are known. Each is float32 ``[batch, kv_head,
+    token]``.
+    """
+
+    norms: torch.Tensor
+    largest: torch.Tensor | None = None
+
+    def before(self, token: int) -> ValueSizes:
+        """Return the sizes of the tokens before ``token``."""
+        return ValueSizes(self.norms[:, :, :token], None if self.largest is None else self.largest[:, :, :token])
+
+
 _C_KERNELS = "the C kernels, which are missing or outdated (to build them, reinstall kvpack with a C compiler)"
 
 
@@ -70,14 +84,15 @@ def encode(
     previous: Mapping[str, torch.Tensor] | None = None,
     sizes: TokenSizes = UNMEASURED,
     skipped: torch.Tensor | None = None,
+    largest: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor] | None:
     """Encode ``x``, ``[batch, kv_head, token, dim]``, with a kernel. Returns the streams, or None if the codec itself has to encode.
 
     That is the case if kernels are disabled or do not support the call, or if the codec may reject some values.
 
     ``previous`` contains the streams of the run that ``x`` continues. Sizes of tokens are written into the tensors in ``sizes``. Tokens in
-    the mask ``skipped``, contiguous bool ``[batch, token]``, are encoded as zeros. Raises the same errors as ``uses_triton`` and
-    ``uses_c``.
+    the mask ``skipped``, contiguous bool ``[batch, token]``, are encoded as zeros. ``largest`` contains the largest magnitudes of tokens as
+    in ``ValueSizes``, if known. Raises the same errors as ``uses_triton`` and ``uses_c``.
     """
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode
@@ -85,7 +100,7 @@ def encode(
 
         if isinstance(codec, Lossless) and skipped is None and lossless.supports_encoding(codec, x):
             return lossless.encode(codec, x, previous)
-        return c_encode.encode(codec, x, previous, norms=sizes.norms, errors=sizes.errors, skipped=skipped)
+        return c_encode.encode(codec, x, previous, norms=sizes.norms, errors=sizes.errors, skipped=skipped, largest=largest)
     if skipped is not None or not uses_triton(x.device):
         return None
     from kvpack.kernels.encode import encode
@@ -264,13 +279,18 @@ def norms(x: torch.Tensor) -> torch.Tensor:
 
     C adds in a different order than ``token_norms.norms_per_head``, so the last bits may differ.
     """
+    return measure(x).norms
+
+
+def measure(x: torch.Tensor) -> ValueSizes:
+    """Return the ``norms`` of tokens. In C, their largest magnitudes are measured in the same pass over ``x``."""
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode
 
-        compiled = c_encode.norms(x)
+        compiled = c_encode.measure(x)
         if compiled is not None:
-            return compiled
-    return norms_per_head(x)
+            return ValueSizes(*compiled)
+    return ValueSizes(norms_per_head(x))
 
 
 def choose_raw_tokens(

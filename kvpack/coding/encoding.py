@@ -26,7 +26,7 @@ from kvpack.runtime.modes import float32_no_grad
 
 from . import dispatch
 from .blocks import for_each_block
-from .dispatch import UNMEASURED, TokenSizes
+from .dispatch import UNMEASURED, TokenSizes, ValueSizes
 from .token_errors import EncodedRun, allocate_sizes, measure_losses, report_poor_fit
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def encode(
     norms: torch.Tensor | None = None,
     layers: int = 1,
     chosen: torch.Tensor | None = None,
+    measured: ValueSizes | None = None,
 ) -> dict[str, torch.Tensor]:
     """Encode ``x`` as one run and return its streams, by the names in ``codec.layout``.
 
@@ -77,6 +78,7 @@ def encode(
         norms: Norms of the layer's keys, ``[batch, kv_head, token]`` (``norms_per_head``), if known. Defaults to the norms of ``x``.
         layers: Number of layers that are joined in ``x`` along the batch axis.
         chosen: Mask of raw tokens, bool ``[batch, token]``. Defaults to the tokens that ``norms`` select.
+        measured: Sizes of the tokens of ``x`` (``dispatch.measure``), if known.
 
     Raises:
         InvalidParameter: A value is NaN or infinite (except for raw and lossless, which store these too), or KVPACK_KERNELS is invalid.
@@ -87,7 +89,7 @@ def encode(
     """
     raw, plain = codec.raw_positions, codec.without_raw_positions
     with float32_no_grad(x.device):
-        sizes, given = allocate_sizes(plain, x), cache(partial(dispatch.norms, x))
+        sizes, given = allocate_sizes(plain, x), cache(lambda: dispatch.norms(x) if measured is None else measured.norms)
         if raw is None:
             streams = encode_all(codec, x, where, previous, position, sizes)
             report_poor_fit(measure_losses(EncodedRun(codec, x, streams, given, sizes)), where)
@@ -100,7 +102,7 @@ def encode(
         if shared and raw.high_norm and not plain.summary.changes_norms:
             chosen = mark_poor_fits(chosen, measure_fit_errors(given(), shared))
         try:
-            streams = _encode_with_raw(codec, raw, x, chosen, where, previous, position, sizes)
+            streams = _encode_with_raw(codec, raw, x, chosen, where, previous, position, sizes, measured)
         except ValueTooLarge:
             # Raw tokens are selected by the keys, so values may still include a token whose norm is too large for its width.
             large = large_size_mask(given(), raw.high_norm) if raw.high_norm else None
@@ -109,7 +111,7 @@ def encode(
                 raise
             chosen = chosen | more
             streams = _encode_with_raw(codec, raw, x, chosen, where, previous, position, sizes)
-        losses = measure_losses(EncodedRun(plain, x, streams, given, sizes, chosen))
+        losses = measure_losses(EncodedRun(plain, x, streams, given, sizes, chosen, measured))
         if not losses:
             return streams
         kept = chosen
@@ -171,6 +173,7 @@ def _encode_with_raw(
     previous: Mapping[str, torch.Tensor] | None,
     position: int | None,
     sizes: TokenSizes = UNMEASURED,
+    measured: ValueSizes | None = None,
 ) -> dict[str, torch.Tensor]:
     """Encode ``x``, and store the tokens in the mask ``chosen``, bool ``[batch, token]``, raw. Sizes are written as by ``encode_all``.
 
@@ -182,7 +185,7 @@ def _encode_with_raw(
     if not torch.isfinite(raw_values[VALUES]).all():
         check_finite(x, 0, where)
     plain = codec.without_raw_positions
-    streams = dispatch.encode(plain, x, previous, skipped=chosen)
+    streams = dispatch.encode(plain, x, previous, skipped=chosen, largest=None if measured is None else measured.largest)
     if streams is None and not (plain.summary.entries or plain.summary.has_run_rows or x.device.type != "cpu"):
         # Rows of tokens can be replaced, which is faster on a CPU than copying all values without the raw tokens.
         with contextlib.suppress(ValueTooLarge):

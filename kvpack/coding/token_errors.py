@@ -35,7 +35,7 @@ from kvpack.formats.token_norms import (
 )
 
 from . import dispatch
-from .dispatch import UNMEASURED, TokenSizes
+from .dispatch import UNMEASURED, TokenSizes, ValueSizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -138,7 +138,10 @@ _poor_fits: ContextVar[list[PoorFit] | None] = ContextVar("poor_fits", default=N
 
 @dataclass(frozen=True)
 class EncodedRun:
-    """A run's values and their encoded streams, from which errors are measured. ``raw_mask`` marks the raw tokens."""
+    """A run's values and their encoded streams, from which errors are measured.
+
+    ``raw_mask`` marks the raw tokens, and ``measured`` contains the sizes of all tokens, if known.
+    """
 
     codec: Codec
     x: torch.Tensor
@@ -146,6 +149,7 @@ class EncodedRun:
     norms: Callable[[], torch.Tensor]
     sizes: TokenSizes = UNMEASURED
     raw_mask: torch.Tensor | None = None
+    measured: ValueSizes | None = None
 
     def zeros_and_raw_tokens(self, norms: torch.Tensor) -> torch.Tensor:
         """Return a mask of tokens without a relative error, bool ``[batch, kv_head, token]``: those whose ``norms`` are 0, and raw ones."""
@@ -357,10 +361,10 @@ def scale_inflation(run: EncodedRun) -> torch.Tensor | None:
     if tokens < 3 or (least := codec.min_token_rms(run.streams)) is None:
         return None
     step = sample_stride(tokens)
-    sample = x[:, :, ::step]
-    if run_fits(sample, least):
+    sample = dispatch.norms(x[:, :, ::step]) if run.measured is None else run.measured.norms[:, :, ::step]
+    if run_fits(sample, x.shape[3], least):
         return None
-    sizes = dispatch.norms(sample) / math.sqrt(x.shape[3])
+    sizes = sample / math.sqrt(x.shape[3])
     sizes = sizes.masked_fill(sizes <= 0 if raw_mask is None else (sizes <= 0) | raw_mask[:, None, ::step], torch.nan)
     # Tokens after the last full page are omitted, because they may be too few.
     page = min(sizes.shape[2], PAGE_TOKENS // step)
@@ -407,12 +411,12 @@ def sample_stride(tokens: int) -> int:
     return _SAMPLED if tokens >= PAGE_TOKENS else max(1, tokens // _MIN_SAMPLES)
 
 
-def run_fits(sample: torch.Tensor, minimum: torch.Tensor) -> bool:
-    """Return True if no token in ``sample``, ``[batch, kv_head, token, dim]``, is too small for the scales of its run.
+def run_fits(norms: torch.Tensor, dim: int, minimum: torch.Tensor) -> bool:
+    """Return True if no token with ``norms``, ``[batch, kv_head, token]``, and ``dim`` channels is too small for the scales of its run.
 
     ``minimum`` is the minimum RMS per run, as ``Codec.min_token_rms`` returns it.
     """
-    return float(dispatch.norms(sample).amin()) >= float(minimum.amax()) * math.sqrt(sample.shape[3])
+    return float(norms.amin()) >= float(minimum.amax()) * math.sqrt(dim)
 
 
 def _measured_ranges(codec: Codec, suspects: torch.Tensor) -> Iterator[tuple[int, int]]:

@@ -186,8 +186,10 @@ class BoundLane:
         if not may_lose_precision(lane.plain_codec, streams, sizes, self._tensors[0].device):
             least = lane.plain_codec.min_token_rms(streams)
             step, dtype = sample_stride(lane.geometry.tokens), lane.geometry.computed_dtype
-            sample = () if least is None else [tensor[slot, :, ::step].to(dtype)[None] for tensor in self._tensors]
-            if least is None or run_fits(torch.cat(sample), least):
+            if least is None:
+                return None
+            sample = torch.cat([tensor[slot, :, ::step].to(dtype)[None] for tensor in self._tensors])
+            if run_fits(dispatch.norms(sample), sample.shape[3], least):
                 return None
         return self._exact_fit_errors(slot, streams, sizes, self._mask(raw_tokens))
 

@@ -99,6 +99,25 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(THREADS, raising=False)
 
 
+@LEVELS
+@given(data=st.data())
+def test_tokens_of_any_strides_are_measured_as_in_formats(level: int, data: st.DataObject) -> None:
+    batch, heads, tokens, dim = (data.draw(st.integers(1, most)) for most in (2, 3, 40, 140))
+    dtype, layout = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from(("heads", "tokens", "padded", "every second")))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    x = torch.randn(batch, heads, 2 * tokens, dim + 8, generator=generator).mul_(2.0 ** data.draw(st.integers(-20, 12))).to(dtype)
+    x = x.transpose(1, 2).contiguous().transpose(1, 2) if layout == "tokens" else x
+    x = x[:, :, :: 2 if layout == "every second" else 1, :dim][:, :, :tokens]
+    x = x.contiguous() if layout == "heads" else x
+    value = data.draw(st.sampled_from((None, 0.0, -60000.0, float("inf"), float("nan"))))
+    if value is not None:
+        x[-1, 0, tokens // 2, data.draw(st.integers(0, dim - 1))] = value
+    result = cpu_encode.measure(x, level=level)
+    assert result is not None
+    torch.testing.assert_close(result[0], norms_per_head(x), rtol=1e-5, atol=1e-30, equal_nan=True)
+    torch.testing.assert_close(result[1], x.abs().amax(3).to(torch.float32), rtol=0, atol=0, equal_nan=True)
+
+
 @given(data=st.data())
 def test_groups_are_encoded_to_the_same_bytes_as_in_formats(data: st.DataObject) -> None:
     words = {

@@ -253,6 +253,16 @@ def test_a_copy_of_a_model_uses_the_same_dense_attention() -> None:
             assert any(x is not None for x in one(PROMPT, output_attentions=True).attentions) == weights
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_over_decoded_lossless_layers_equal_those_of_the_model(dtype: torch.dtype) -> None:
+    model = model_of("Llama").to(dtype)
+    past = model(PROMPT, use_cache=True).past_key_values
+    packed = pack([(layer.keys.clone(), layer.values.clone()) for layer in past.layers], "lossless")
+    expected = model(FOLLOWING, past_key_values=past).logits
+    with KvpackCache.of(packed, model, dense=True) as cache:
+        assert torch.equal(model(FOLLOWING, past_key_values=cache).logits, expected)
+
+
 @pytest.mark.parametrize("name", ["Falcon", "Falcon (ALiBi)", "Bloom", "DeepSeek-V2", "DeepSeek-V3", "MPT", "Llama-4"])
 def test_models_that_need_tensors_get_them_with_a_warning(name: str) -> None:
     model = model_of(name)

@@ -68,11 +68,11 @@ def check_fields(codec: str, fields: Fields, expected: tuple[str, ...]) -> None:
     >>> kvpack.formats.parameter_checks.check_fields("group", (("code", 8),), ("codes",))
     Traceback (most recent call last):
     ...
-    kvpack.errors.InvalidParameter: codec group: fields lists the streams code, expected codes
+    kvpack.errors.InvalidParameter: codec group: fields must name the streams codes, but names code
     """
     names = tuple(name for name, _ in fields)
     if names != expected:
-        raise InvalidParameter(f"codec {codec}: fields lists the streams {', '.join(names) or 'none'}, expected {', '.join(expected)}")
+        raise InvalidParameter(f"codec {codec}: fields must name the streams {', '.join(expected)}, but names {', '.join(names) or 'none'}")
 
 
 def check_magnitudes(codec: str, name: str, table: bytes, length: int) -> None:

@@ -201,8 +201,8 @@ def run(
     """
     begin = time.perf_counter()
     if not triton_version.is_supported() or os.environ.get("TRITON_INTERPRET") == "1":
-        needed = "TRITON_INTERPRET is 1: unset it" if triton_version.is_supported() else f"it needs {triton_version.requirement()}"
-        raise InvalidParameter(f"kernels cannot be compiled: {needed}")
+        needed = f"kvpack's kernels need {triton_version.requirement()}"
+        raise InvalidParameter("TRITON_INTERPRET is 1: unset it to compile kernels" if triton_version.is_supported() else needed)
     import triton
 
     from kvpack.kernels.gpu import gpu

@@ -321,7 +321,7 @@ class Side(PackedObject):
             if side.tail.shape[2]:
                 raise NotConsecutive(
                     f"a cache with a raw tail of {side.tail.shape[2]} tokens cannot be followed by packed tokens: "
-                    "append those tokens instead, or pack the first cache with window=0"
+                    "append the second cache's tokens to the first, or pack the first with window=0"
                 )
         sides = (self, *others)
         return replace(sides[-1], runs=PackedRuns(tuple(stretch for side in sides for stretch in side.runs.stretches)))

@@ -139,13 +139,13 @@ def _parse_header(path: str, data: memoryview) -> dict[str, Any]:
         text = str(data, "utf-8")
         header: dict[str, Any] = json.loads(text, object_pairs_hook=check_unique)
         if not text.startswith("{"):
-            raise ValueError("it does not begin with an object")
+            raise ValueError("it does not begin with '{'")
         # Half of a surrogate pair cannot be encoded again.
         metadata = header.get("__metadata__")
         for name in (*header, *(word for item in (metadata.items() if isinstance(metadata, dict) else ()) for word in item)):
             str(name).encode()
     except (ValueError, RecursionError) as error:
-        reason = "is nested too deeply" if isinstance(error, RecursionError) else f"is not valid JSON: {error}"
+        reason = "is nested too deeply" if isinstance(error, RecursionError) else f"is not a valid JSON object: {error}"
         raise InvalidParameter(f"{path} is not a safetensors file: its header {reason}") from None
     return header
 

@@ -4,7 +4,7 @@ A dense file contains the tensors ``{layer}.k`` and ``{layer}.v``, ``[batch, kv_
 recurrent and convolution layers as ``{layer}.state.{name}``, ``[batch, ...]``. Known token ids are in ``token_ids``, int64 ``[row,
 token]``, with a single row if all sequences have the same ids.
 
-The metadata ``kvpack.unpacked`` is a JSON map. ``model`` is the model's identity, and ``start`` the position of the first token. If layers
+The metadata ``kvpack.unpacked`` is a JSON object. ``model`` is the model's identity, and ``start`` the first token's position. If layers
 start elsewhere or have no tensors, ``start`` is ``{"range": position, "layers": [position of each]}``. Optional entries are the user's
 ``metadata``, ``position_offsets``, ``undetermined`` (the inputs that token ids do not determine, each as ``[text, position]``) and
 ``hidden`` (the tokens hidden by an attention mask, as ``[row, start, stop]``).
@@ -217,7 +217,7 @@ def _count_layers(path: str, names: list[str], info: _UnpackedInfo) -> int:
     for number, start in enumerate(info.starts or ()):
         if start < info.start or start > MAX_TOKENS or (start != info.start and number not in layers):
             raise InvalidParameter(
-                f"{path}: in its metadata kvpack.unpacked, layer {number} starts at position {start}, but the cache starts at "
+                f"{path}: metadata 'kvpack.unpacked': layer {number} starts at position {start}, but the cache starts at "
                 f"{info.start}: no layer may start earlier, and layers without keys and values must start at the same position"
             )
     return count
@@ -249,7 +249,7 @@ def _parse_unpacked_info(path: str, text: str) -> _UnpackedInfo:
             try:
                 to_bytes(metadata)
             except KvpackError as error:
-                raise InvalidParameter(f"{path}: its metadata kvpack.unpacked: {error}") from None
+                raise InvalidParameter(f"{path}: metadata 'kvpack.unpacked': {error}") from None
             undetermined = _parse_undetermined(path, note.get("undetermined"))
             offsets = _parse_offsets(path, note.get("position_offsets"))
             hidden = _parse_hidden(path, note.get("hidden", []))
@@ -259,7 +259,7 @@ def _parse_unpacked_info(path: str, text: str) -> _UnpackedInfo:
                 case {"range": first, "layers": [*starts]} if all(type(position) is int for position in (first, *starts)):
                     return _UnpackedInfo(model, first, starts, metadata, undetermined, offsets, hidden)
     expected = '{"start": integer, "model": {name: text}}, where start may also be {"range": integer, "layers": [integer, ...]}'
-    raise InvalidParameter(f"{path}: its metadata kvpack.unpacked is {text!r:.200}, expected {expected}")
+    raise InvalidParameter(f"{path}: metadata 'kvpack.unpacked' is {text!r:.200}, expected {expected}")
 
 
 def _parse_offsets(path: str, listed: Any) -> tuple[int, ...] | None:
@@ -268,7 +268,7 @@ def _parse_offsets(path: str, listed: Any) -> tuple[int, ...] | None:
         return None
     if not isinstance(listed, list) or not all(type(offset) is int and abs(offset) <= MAX_TOKENS for offset in listed) or not listed:
         raise InvalidParameter(
-            f"{path}: in its metadata kvpack.unpacked, position_offsets is {listed!r:.80}, expected an integer for each sequence"
+            f"{path}: metadata 'kvpack.unpacked': 'position_offsets' is {listed!r:.80}, expected an integer for each sequence"
         )
     return tuple(listed)
 
@@ -284,7 +284,7 @@ def _parse_undetermined(path: str, listed: Any) -> list[tuple[str, int]] | None:
                 pairs.append((text, position))
             case _:
                 raise InvalidParameter(
-                    f"{path}: in its metadata kvpack.unpacked, undetermined contains {pair!r:.80}, expected [text, position]"
+                    f"{path}: metadata 'kvpack.unpacked': 'undetermined' contains {pair!r:.80}, expected [nonempty text, position >= 0]"
                 )
     return pairs
 
@@ -297,6 +297,6 @@ def _parse_hidden(path: str, listed: Any) -> tuple[HiddenRange, ...]:
                 pass
             case _:
                 raise InvalidParameter(
-                    f"{path}: in its metadata kvpack.unpacked, hidden contains {token_range!r:.80}, expected [row, start, stop]"
+                    f"{path}: metadata 'kvpack.unpacked': 'hidden' contains {token_range!r:.80}, expected [row, start, stop]"
                 )
     return tuple(HiddenRange(*token_range) for token_range in listed)

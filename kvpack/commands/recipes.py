@@ -257,7 +257,7 @@ def _model_shape(path: str, requested: dict[str, int], basis: Basis | None) -> _
     for name in shape.keys() & requested.keys():
         # The basis may have set them.
         if requested[name] != shape[name]:
-            source = f"{basis.where} is for caches with {requested[name]}" if basis is not None else f"--{name} is {requested[name]}"
+            source = f"{basis.where} is for caches with {requested[name]} {name}" if basis is not None else f"--{name} is {requested[name]}"
             raise InvalidParameter(f"{source}, but the caches of {path} have {shape[name]} {name}: omit one of the two options")
     counts = Counter(present).most_common()
     words = ", ".join(
@@ -292,7 +292,9 @@ def shape_with_basis(basis: Basis, requested: dict[str, int]) -> dict[str, int]:
     result = dict(zip(("layers", "heads", "dim"), (basis.described_layer_count, *shape), strict=True))
     for name in result.keys() & requested.keys():
         if requested[name] != result[name]:
-            raise InvalidParameter(f"--{name} is {requested[name]}, but {basis.where} is for caches with {result[name]}: omit --{name}")
+            raise InvalidParameter(
+                f"--{name} is {requested[name]}, but {basis.where} is for caches with {result[name]} {name}: omit --{name}"
+            )
     return requested | result
 
 

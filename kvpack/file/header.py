@@ -154,7 +154,7 @@ class TensorEntry:
         fields = (("name", self.name, name), ("dtype", self.dtype, layout.dtype), ("shape", self.shape, layout.shape))
         for field, actual, expected in fields:
             if actual != expected:
-                raise InvalidHeader(f"{field} is {actual!r}, expected {expected!r} from the layers and codecs ({name})")
+                raise InvalidHeader(f"{field} is {actual!r}, but the layers and codecs imply {expected!r} ({name})")
         size = layout_bytes(layout)
         if self.filter == "none" and self.stored_bytes != size:
             raise InvalidHeader(f"stored_bytes is {self.stored_bytes}, expected {size} for the shape without a filter ({name})")

@@ -73,9 +73,7 @@ def _encode_value(where: str, value: Any) -> bytes:
         return bytes([TEXT]) + struct.pack("<I", len(text)) + text
     if isinstance(value, int) and not isinstance(value, bool):
         if not -(2**63) <= value < 2**63:
-            raise InvalidParameter(
-                f"{where} is an integer of {value.bit_length()} bits, expected a signed 64-bit integer: store it as text"
-            )
+            raise InvalidParameter(f"{where} is out of range for a signed 64-bit integer: store it as text")
         return bytes([INTEGER]) + struct.pack("<q", value)
     if isinstance(value, float) and math.isfinite(value):
         return bytes([NUMBER]) + struct.pack("<d", value)

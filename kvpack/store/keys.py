@@ -54,7 +54,9 @@ def token_bytes(token_ids: Any) -> bytes:
         ids = ids[0]
     # An empty list or tensor has a floating-point dtype by default.
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise InvalidParameter(f"token_ids is {ids.dtype} {list(ids.shape)}, expected integers [token] or [1, token]")
+        raise InvalidParameter(
+            f"token_ids has dtype {ids.dtype} and shape {list(ids.shape)}, expected integers of shape [token] or [1, token]"
+        )
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) <= _MAX_ID:
         raise InvalidParameter(f"token_ids ranges from {ids.min()} to {ids.max()}, expected integers from 0 to {_MAX_ID}")
     data: bytes = ids.astype("<u4").tobytes()

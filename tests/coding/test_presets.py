@@ -179,7 +179,7 @@ def test_the_command_computes_rates_with_a_basis(capsys: pytest.CaptureFixture[s
         assert (row["nominal_bits"], row["bits_per_value"]) == pytest.approx((cache.nominal_bits, cache.bits_per_value))
     for words, message in (
         (["klt-2"], "pass --basis FILE to a command, or kvpack.Recipe"),
-        (["klt-2", "--basis", path, "--heads", 8], "--heads is 8, but .*x.kvbasis is for caches with 2: omit --heads"),
+        (["klt-2", "--basis", path, "--heads", 8], "--heads is 8, but .*x.kvbasis is for caches with 2 heads: omit --heads"),
         (["klt-2", "--basis", uneven], r"uneven.kvbasis: its layers have different shapes, \[\(2, 32\), \(2, 48\)\]"),
     ):
         assert cli.main(["recipes", *map(str, words)]) != 0

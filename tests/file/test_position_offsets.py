@@ -86,4 +86,4 @@ def test_dense_files_with_invalid_offsets_are_refused(given: str, tmp_path: Path
     note = f'{{"start": 0, "model": {{}}, "position_offsets": {given}}}'
     save_file({"0.k": torch.zeros(1, 1, 4, 64)}, tmp_path / "dense", {"kvpack.unpacked": note})
     assert cli.main(["pack", str(tmp_path / "dense"), str(tmp_path / "out"), "--recipe", "raw"]) == 2
-    assert "kvpack.unpacked, position_offsets is" in capsys.readouterr().err
+    assert "'kvpack.unpacked': 'position_offsets' is" in capsys.readouterr().err

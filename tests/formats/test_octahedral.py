@@ -449,7 +449,7 @@ def test_a_file_may_have_its_own_tables() -> None:
         ({"direction_table": np.array([-0.1, 0.2, 0.3, 0.5], "<f4").tobytes()}, "within"),
         ({"norm_table": np.array([0.5, np.nan], "<f4").tobytes()}, "norm_table must be strictly ascending"),
         ({"norm_table": np.array([0.5, 0.2], "<f4").tobytes()}, "norm_table must be strictly ascending"),
-        ({"fields": (("symbol", 3),)}, "fields lists the streams symbol, expected index, sign"),
+        ({"fields": (("symbol", 3),)}, "fields must name the streams index, sign, but names symbol"),
         ({"fields": (("index", 4), ("sign", 0))}, "the number of fields is 0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),

@@ -410,7 +410,7 @@ TWO = {"b": 2, "high": 3, "share": 4}
         ({"b": 2}, {"high_magnitude_table": bytes(4)}, "high_magnitude_table has 4 bytes, expected 0 for 0 float32 values"),
         ({"b": 2}, {"high_channels": bytes(8)}, "high_channels has 8 bytes, expected none without bits_high"),
         ({"b": 2}, {"bits_high": 3}, "high_channels has 0 bytes, expected 8: one bit for each of 64 channels"),
-        ({"b": 2}, {"fields": (("codes", 8), ("codes_high", 8))}, "fields lists the streams codes, codes_high, expected codes"),
+        ({"b": 2}, {"fields": (("codes", 8), ("codes_high", 8))}, "fields must name the streams codes, but names codes, codes_high"),
         ({"b": 2}, {"fields": (("codes", 0),)}, "the number of fields is 0"),
         (TWO, {"bits_high": 2}, "bits_high is 2, expected 3 to 8"),
         (TWO, {"bits_high": -1}, "bits_high is -1, expected 3 to 8"),
@@ -430,7 +430,7 @@ TWO = {"b": 2, "high": 3, "share": 4}
         ),
         (TWO, {"high_magnitude_table": bytes(8)}, "high_magnitude_table has 8 bytes, expected 16 for 4 float32 values"),
         (TWO, {"high_magnitude_table": bytes(16)}, "high_magnitude_table must be strictly ascending"),
-        (TWO, {"fields": (("codes", 8),)}, "fields lists the streams codes, expected codes, codes_high"),
+        (TWO, {"fields": (("codes", 8),)}, "fields must name the streams codes, codes_high, but names codes"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )

@@ -97,7 +97,7 @@ def test_layouts_contain_the_same_keys_and_values() -> None:
     ("name", "message"),
     [
         ("m-rope", r"cell 2 of its full-attention layers belongs to .* sequences.*M-RoPE"),
-        ("recurrent", r"cell 0 of its full-attention layers belongs to 0 sequences.*recurrent models"),
+        ("recurrent", r"cell 0 of its full-attention layers belongs to 0 sequences.*recurrent model"),
         ("windows", r"bytes follow its 1 layers, perhaps of sliding-window layers \(name them with windows="),
     ],
 )
@@ -354,7 +354,7 @@ def test_blocks_without_a_codec_are_never_reencoded_or_sliced(tmp_path: Path) ->
     with pytest.raises(OutOfBounds, match=r"tokens \[0:3\] are out of range: the cache has 0"):
         cache[:, :3]
     out = tmp_path / "out.bin"
-    with pytest.raises(InvalidParameter, match=r"but the cache holds 'q4_1 and fp16 of llama\.cpp', which is written back"):
+    with pytest.raises(InvalidParameter, match=r"but the cache holds 'q4_1 and fp16 of llama\.cpp', which is always written"):
         export_slot(cache, out, dtype="fp16")
     q4_1, fp16 = (cache[0].states[name] for name in ("k.q4_1", "v.fp16"))
     for states, message in (

@@ -134,8 +134,8 @@ def test_a_window_that_is_not_full_is_exported(tmp_path: Path) -> None:
         ([("RotatingKVCache", [K, V])], "part 2 of its state is missing"),
         ([("KVCache", [K, V, 41])], "claims 41 tokens, but contains only 40"),
         ([("KVCache", [K, V, -1])], "a count in its state is '-1'"),
-        ([("KVCache", [K])], "contains no keys and values"),
-        ([("KVCache", [K[0], V[0], 40])], "contains no keys and values"),
+        ([("KVCache", [K])], "must be nonempty keys and values"),
+        ([("KVCache", [K[0], V[0], 40])], "must be nonempty keys and values"),
     ],
 )
 def test_contents_that_kvpack_cannot_store_are_named(layers: Any, message: str, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_count_beyond_64_bits_is_refused(tmp_path: Path) -> None:
 def test_arrays_without_values_are_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
     empty = torch.zeros(shape, dtype=torch.bfloat16)
     for pair in ([empty, empty], [K, empty], [empty, V]):
-        with pytest.raises(InvalidParameter, match=r"contains no keys and values .* its arrays 0 and 1 are"):
+        with pytest.raises(InvalidParameter, match=r"arrays 0 and 1 must be nonempty keys and values .* their shapes are"):
             import_prompt_cache(newer(tmp_path / "in.safetensors", [("RotatingKVCache", [*pair, 2**39, 0, 16, 2**39])]))
 
 

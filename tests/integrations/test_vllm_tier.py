@@ -455,7 +455,7 @@ TWO = Config("m", groups=named(attention(), STATES), extra_config=told(attention
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        (Config("m", worker_kv_bytes_per_block=BLOCK), {}, "end after 24576 bytes, but a block of all layers has 8192"),
+        (Config("m", worker_kv_bytes_per_block=BLOCK), {}, "need 24576 bytes per block, but vLLM allots 8192"),
         (Config("m"), {"layout": ""}, "layout is missing from kv_connector_extra_config"),
         (Config("m"), {"layout": "LBHNC"}, "layout is 'LBHNC', expected one of adjacent"),
         (Config("m"), {"revision": None}, "the model 'm' is not a folder, so only a revision identifies its weights"),

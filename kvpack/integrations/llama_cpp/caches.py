@@ -275,16 +275,18 @@ def _exact_recipe(where: str, stored: list[list[str]], recipe: str | Recipe) -> 
 def _quantized_types(cache: Cache, dtype: str | None) -> tuple[str | None, str | None]:
     """Return the quantized types in which keys and values are written back. None means not quantized.
 
-    Raises InvalidParameter if ``dtype`` is set for quantized blocks, which are written back unchanged.
+    Raises InvalidParameter for unknown types, or if ``dtype`` is set for quantized blocks.
     """
     dtype_name = cache.model.get("dtype", "").removesuffix(" of llama.cpp")
     keys, _, values = dtype_name.partition(_KINDS)
     if not {keys, values} & QUANTIZED.keys():
         return None, None
-    if dtype is not None or not {keys, values} <= {*QUANTIZED, *TYPES, ""}:
+    if dtype is not None:
         raise InvalidParameter(
-            f"dtype is {dtype!r}, but the cache holds {dtype_name!r} of llama.cpp, which are written back unchanged: omit dtype"
+            f"dtype is {dtype!r}, but the cache holds {dtype_name!r} of llama.cpp, which is always written unchanged: omit dtype"
         )
+    if not {keys, values} <= {*QUANTIZED, *TYPES, ""}:
+        raise InvalidParameter(f"the cache holds {dtype_name!r:.80} of llama.cpp, which kvpack does not write: update kvpack")
     return keys, values or None
 
 

@@ -68,7 +68,7 @@ def has_opaque_layers(cache: Cache, dtype: str | None) -> bool:
         )
     if any(result) and dtype is not None:
         raise InvalidParameter(
-            f"dtype is {dtype!r}, but the cache holds {cache.model.get('dtype', '')!r:.80}, which is written back unchanged: omit dtype"
+            f"dtype is {dtype!r}, but the cache holds {cache.model.get('dtype', '')!r:.80}, which is always written unchanged: omit dtype"
         )
     return any(result)
 

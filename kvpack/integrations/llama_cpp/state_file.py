@@ -60,7 +60,7 @@ _MAX_STREAMS = 256
 _SERVER_VERSION = 1
 _CELL = np.dtype([("position", "<i4"), ("sequences", "<u4"), ("sequence", "<i4")])
 _OTHER_CELLS = (
-    "kvpack does not read the cells of recurrent models, or of models with multi-dimensional positions (M-RoPE) or n-gram embeddings"
+    "the file may come from a recurrent model, or one with multi-dimensional positions (M-RoPE) or n-gram embeddings, all unsupported"
 )
 
 
@@ -183,7 +183,7 @@ def _check_header(reader: Reader) -> None:
         problem = f"is {_OTHER_MAGICS[magic]}" if magic in _OTHER_MAGICS else f"begins with {magic:#010x}"
         raise InvalidParameter(
             f"{reader.where}: {problem}, but a sequence state of llama.cpp begins with {_MAGIC:#010x} ('ggsq'): "
-            "save it with llama_state_seq_save_file, or a slot with llama-server"
+            "save it with llama_state_seq_save_file, or use llama-server to save a slot"
         )
     if version != _VERSION:
         raise InvalidParameter(

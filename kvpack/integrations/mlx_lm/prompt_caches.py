@@ -155,7 +155,9 @@ def _parse_layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: d
     """Return a layer's keys and values, ``[batch, kv_head, token, dim]`` in token order, and the number of tokens before them."""
     if not {0, 1} <= parts.keys() or any(parts[part].dim() != 4 or not parts[part].numel() for part in (0, 1)):
         shapes = [list(parts[part].shape) if part in parts else "missing" for part in (0, 1)]
-        raise InvalidParameter(f"{where} contains no keys and values [batch, kv_head, token, dim]: its arrays 0 and 1 are {shapes}")
+        raise InvalidParameter(
+            f"{where}: arrays 0 and 1 must be nonempty keys and values of shape [batch, kv_head, token, dim], but their shapes are {shapes}"
+        )
     keys, values = parts[0], parts[1]
     length = keys.shape[2]
     if keys.shape[:3] != values.shape[:3]:

@@ -122,7 +122,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
             store = PageStore(location, identity, group.geometry, threads=threads, jobs=2, max_bytes=max_bytes, encryption=encryption)
             self.stores[named.group_id] = GroupStore(store, group.buffer(layout, [memory[:, offset:] for offset in block_offsets]))
         self._running: dict[int, _RunningJob] = {}
-        self._lookups, self._metrics = _Lookups(self), TierMetrics([store for store, _ in self.stores.values()], tier_type)
+        self._lookups, self._metrics = _LookupManager(self), TierMetrics([store for store, _ in self.stores.values()], tier_type)
         # A child of vLLM's own logger, which vLLM shows.
         logging.getLogger("vllm.kvpack").info(
             "kvpack packs pages with %s, %.2f times smaller, into its store", recipe,
@@ -219,7 +219,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         self._running[metadata.job_id] = _RunningJob(metadata, parts)
 
 
-class _Lookups(AsyncLookupManager):  # type: ignore[misc]
+class _LookupManager(AsyncLookupManager):  # type: ignore[misc]
     """A thread that looks up chunks in the tier's stores, based on vLLM's own lookup thread."""
 
     def __init__(self, tier: KvpackTier) -> None:
@@ -287,8 +287,8 @@ def _chunk_groups(config: Any, groups: Sequence[Group]) -> list[_ChunkGroup]:
         end = max(block_offsets) + group.page_bytes
         if end > block_bytes:
             raise InvalidParameter(
-                f"the blocks of the layers {', '.join(named.layer_names)} end after {end} bytes, but a block of all layers has "
-                f"{block_bytes}, which is not supported: use vLLM's fs tier"
+                f"the layers {', '.join(named.layer_names)} need {end} bytes per block, but vLLM allots {block_bytes} for all layers; "
+                "kvpack does not support this layout: use vLLM's fs tier"
             )
         starts = [
             worker * block_bytes * blocks + offset * blocks + block * group.page_bytes

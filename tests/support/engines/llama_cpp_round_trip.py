@@ -212,7 +212,7 @@ def check_refusals(folder: Path) -> Iterator[str]:
         check_refused(path, "has 99 token ids for 100 cells", kv_heads=2)
         context.save(path, IDS)
         check_refused(path, "128 channels are not divisible by 3 heads", kv_heads=3)
-    for arch, message in (("gemma3", "sliding-window layers"), ("qwen2vl", "(M-RoPE)"), ("mamba", "recurrent models")):
+    for arch, message in (("gemma3", "sliding-window layers"), ("qwen2vl", "(M-RoPE)"), ("mamba", "recurrent model")):
         with filled_context(write_model(folder / f"{arch}.gguf", arch, 64), ("fp16", "fp16"), True, 0, 1) as context:
             context.save(path, IDS)
         check_refused(path, message, kv_heads=2)

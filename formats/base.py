@@ -443,7 +443,7 @@ class Codec(EntryStreams, ABC):
 
     @abstractmethod
     def params(self) -> dict[str, Any]:
-        """Return the codec's map in a header: ``id``, its parameters, then its sidecars."""
+        """Return the map that describes the codec in a header: ``id``, its parameters, then its sidecars."""
 
 
 class PlainCodec(Codec):
@@ -482,10 +482,9 @@ class PlainCodec(Codec):
 
     @property
     def min_error(self) -> float:
-        """Typical relative error of a token, for codecs with a ``direction_spread``. Smaller errors count as this value.
+        """Floor for relative errors of tokens, for codecs with a ``direction_spread``: a typical error. Smaller ones are raised to it.
 
-        Values that are encoded a second time may have no error at all. Without this minimum, the errors of other tokens would then seem
-        large.
+        Values that are encoded a second time may have no error. Without the floor, other errors would then seem large.
         """
         return 0.0
 

@@ -133,7 +133,7 @@ class CodecFamily(PlainCodec):
         return norm_features(getattr(self, "norm", ""))
 
     def params(self) -> dict[str, Any]:
-        """Return the codec's map in a header: ``id``, then every stored field by name, except optional fields with their default value."""
+        """Return the map that describes the codec in a header: ``id``, then its fields, except optional ones left at their defaults."""
         result: dict[str, Any] = {"id": self.id}
         for field in _stored_fields(type(self)):
             value = getattr(self, field.name)

@@ -274,7 +274,7 @@ class Lossless(CodecFamily):
         return (self._check_chunks,)
 
     def _check_chunks(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
-        """Raise InvalidPayload for chunks that read a wrong number of words or end in a wrong state. No encoder produces such chunks."""
+        """Raise InvalidPayload if chunks read the wrong number of words or end in the wrong state. No encoder produces such chunks."""
         heads, rows = arrays["word_counts"].shape[1:]
         lengths = self._chunk_lengths(runs)
         table = numpy.repeat(numpy.arange(len(runs)), [-(-run // self.chunk) for run in runs])

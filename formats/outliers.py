@@ -98,7 +98,7 @@ class Outliers(FramePart):
         return (self.multiplier * median).clamp_min(_MIN_NORM)[:, None, None]
 
     def encode(self, u: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Set the outliers of ``u`` ``[batch, kv_head, token, dim]`` to zero. Returns the new values, and the streams with the outliers.
+        """Split off the outliers of ``u`` ``[batch, kv_head, token, dim]``. Returns ``u`` with zeros for them, and their streams.
 
         Raises ValueTooLarge if an outlier does not fit in float16.
         """

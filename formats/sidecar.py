@@ -57,7 +57,7 @@ class Sidecar(EntryStreams, ABC):
     """
 
     name: ClassVar[str]
-    """Key of the sidecar in a codec's map in the header, after the codec's own parameters."""
+    """Key of the sidecar in the map that describes a codec in the header, after the codec's own parameters."""
     words: ClassVar[tuple[str, ...]]
     """Recipe options that request and configure the sidecar."""
     supports_every_codec: ClassVar[bool] = False

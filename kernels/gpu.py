@@ -43,7 +43,7 @@ def gpu(device: torch.device | str) -> Gpu:
 
 
 def assume(other: Gpu) -> None:
-    """Plan later launches over CPU tensors for the GPU ``other``, so that kernels can be compiled without that GPU."""
+    """Plan later launches on CPU tensors for the GPU ``other``, so that kernels can be compiled without that GPU."""
     global _without_device
     _without_device = other
 

@@ -123,7 +123,7 @@ class _TargetDriver:
 
 @contextmanager
 def _target(capability: int) -> Iterator[None]:
-    """In the context, Triton launches and compiles for a device of compute ``capability``, without using CUDA."""
+    """Return a context manager in which Triton launches and compiles for compute ``capability``, without using CUDA."""
     active = driver._active
     driver.set_active(_TargetDriver(capability))
     try:
@@ -150,7 +150,7 @@ class _Collector:
 
 @contextmanager
 def collect_compilations(capability: int) -> Iterator[dict[str, Compilation]]:
-    """In the context, collect the kernels of all launches on CPU tensors, by key, instead of launching them.
+    """Return a context manager that collects, by key, the kernels of all launches on CPU tensors, instead of launching them.
 
     The kernels are for devices of compute ``capability`` 10 * major + minor, such as 90. On such a device, the same launches have the same
     keys if tensors have the same dtypes, alignments and strides.

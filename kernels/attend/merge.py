@@ -13,9 +13,9 @@ from .softmax import NO_SCORE
 
 @triton.jit
 def _add_parts(largest_score: tl.tensor, weight_sum: tl.tensor, part_largest: tl.tensor, weight: tl.tensor) -> tl.tuple:
-    """Add partial results to the softmax of a query row.
+    """Add partial results to the running softmax of a query row.
 
-    Returns the row's new largest score and weight sum, the factor that rescales its earlier sums, and the factor of the added sums.
+    Returns the row's new largest score and weight sum, and the factors to apply to its earlier sums and to the partial sums.
     """
     new_largest = tl.maximum(largest_score, tl.max(part_largest, 0))
     rescale = tl.exp2(largest_score - new_largest)

@@ -28,7 +28,7 @@ class ReplicatedPacking(NamedTuple):
     """Layout of one stream's columns in replicated tiles, for ``load_stream`` and ``stream_step_words``.
 
     The first six fields are as in ``TilePacking``, except that ``tile_width`` counts only the loaded columns. A tile contains ``copies``
-    copies of these columns, which show ``fields_per_tile`` fields of ``bits`` bits each.
+    copies of these columns. Each copy decodes different fields, so a tile yields ``fields_per_tile`` fields of ``bits`` bits.
     """
 
     stream: int

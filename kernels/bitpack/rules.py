@@ -94,7 +94,7 @@ def _check_values(
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
 ) -> None:
-    """Set the ``status`` of a layer's keys or values if one part of a stream contains a value that breaks its rule.
+    """Check one part of a stream, and set the ``status`` of its layer's keys or values if any value breaks its rule.
 
     With ``EXPONENT``, values are floats and must be finite. Otherwise, they are words and must satisfy ``bounds`` ``[2, width]``: a mask of
     bits that must be 0, and a maximum.

@@ -76,7 +76,7 @@ def _digit_terms(codec: Scalar) -> dict[str, tuple[Term]]:
 
 @cache_per_device
 def _high_channels(parts: tuple[ChannelSet, ...], symbols: int) -> torch.Tensor:
-    """Return a mask of the channels with the second width, int32 ``[symbols]``."""
+    """Return a mask of the channels of the second bit width, int32 ``[symbols]``."""
     high = torch.zeros(symbols, dtype=torch.int32)
     high[list(parts[1].channels)] = 1
     return high

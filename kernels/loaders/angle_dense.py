@@ -110,7 +110,7 @@ def decode(
 
 @triton.constexpr_function
 def entry_offset_bit(bits: int, shared: SharedTable, fast: bool) -> int:
-    """Return the bit at which an index must begin to be an entry's byte offset in a shared table without being shifted.
+    """Return the bit position where an index must begin so that it can be used as a byte offset in a shared table without a shift.
 
     The index has ``bits`` bits, and the table has several copies of each entry. Returns 0 if the index does not fit at that bit.
     """

@@ -51,7 +51,7 @@ class GroupConstants(NamedTuple):
     """Compile-time constants of a group codec and its tiles.
 
     A row of the scale stream has ``scales_per_row`` scales. ``kind`` is the kind of scales that a tile needs, and ``whole_rows`` is True if
-    rows are loaded whole. A step produces one tile of ``span`` columns, which shows ``fields_per_tile`` fields of ``bits`` bits. Fields
+    rows are loaded whole. A step produces one tile of ``span`` columns, which yields ``fields_per_tile`` fields of ``bits`` bits. Fields
     that are neighbors in the tile are ``field_stride`` fields apart in a row.
     """
 

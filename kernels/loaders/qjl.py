@@ -103,7 +103,7 @@ def load_signs(
 
 @triton.constexpr_function
 def _sign_ptx(position: int) -> str:
-    """Return PTX that turns the bit at ``position`` of each word into the sign of the float16 number 1."""
+    """Return PTX that turns the bit at ``position`` of each 16-bit half into the sign of the float16 number 1."""
     return f"{{ .reg .b32 a; shl.b32 a, $1, {15 - position}; lop3.b32 $0, a, 0x80008000, 0x3C003C00, 0x6A; }}"
 
 

@@ -31,9 +31,9 @@ MAX_INDEX_BITS = 8
 
 
 class ChannelPart(NamedTuple):
-    """Channels that share one bit width, and the fields that tiles show of them.
+    """Channels that share one bit width, and the fields that a tile decodes of them.
 
-    A tile shows ``fields_per_tile`` fields of ``bits`` bits. Fields that are neighbors in the tile are ``field_stride`` fields apart in a
+    A tile yields ``fields_per_tile`` fields of ``bits`` bits. Fields that are neighbors in the tile are ``field_stride`` fields apart in a
     row. A table index covers ``fields_per_index`` neighboring fields, and is counted from entry ``first_entry``.
     """
 

@@ -30,10 +30,10 @@ SIDECAR_LOADERS: dict[type[Sidecar], Callable[[Tiles, Any], Tiles | None]] = {
 
 @lru_cache(maxsize=256)
 def find_tiles(codec: Codec) -> Tiles | None:
-    return _with_sidecars(codec) if isinstance(codec, CodecWithSidecars) else codecs.codec_kernels(codec).tiles(codec)
+    return _tiles_with_sidecars(codec) if isinstance(codec, CodecWithSidecars) else codecs.codec_kernels(codec).tiles(codec)
 
 
-def _with_sidecars(codec: CodecWithSidecars) -> Tiles | None:
+def _tiles_with_sidecars(codec: CodecWithSidecars) -> Tiles | None:
     tiles = find_tiles(codec.codec)
     for sidecar in codec.sidecars:
         load = SIDECAR_LOADERS.get(type(sidecar))

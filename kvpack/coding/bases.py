@@ -286,7 +286,7 @@ class Basis:
         return result
 
     def widths(self, bits: float, gain: str | None = None, per_head: bool = False) -> Mapping[tuple[int, str], bytes]:
-        """Return the bit width of each run of columns, by (layer, "k" or "v"), with the lowest loss at ``bits`` bits per value.
+        """Return the bit widths that minimize the loss at an average of ``bits`` bits per value, by (layer, "k" or "v").
 
         With ``per_head=True``, each head has its own widths for runs of 8 columns. Otherwise, all heads share the widths of runs of 16.
         Each bit is assigned to the run whose weighted error it reduces most (Shoham and Gersho 1988). ``gain`` is the codec's option:

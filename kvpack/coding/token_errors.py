@@ -362,7 +362,7 @@ def scale_inflation(run: EncodedRun) -> torch.Tensor | None:
         return None
     step = sample_stride(tokens)
     sample = dispatch.norms(x[:, :, ::step]) if run.measured is None else run.measured.norms[:, :, ::step]
-    if run_fits(sample, x.shape[3], least):
+    if tokens_fit_scales(sample, x.shape[3], least):
         return None
     sizes = sample / math.sqrt(x.shape[3])
     sizes = sizes.masked_fill(sizes <= 0 if raw_mask is None else (sizes <= 0) | raw_mask[:, None, ::step], torch.nan)
@@ -411,10 +411,10 @@ def sample_stride(tokens: int) -> int:
     return _SAMPLED if tokens >= PAGE_TOKENS else max(1, tokens // _MIN_SAMPLES)
 
 
-def run_fits(norms: torch.Tensor, dim: int, minimum: torch.Tensor) -> bool:
+def tokens_fit_scales(norms: torch.Tensor, dim: int, minimum: torch.Tensor) -> bool:
     """Return True if no token with ``norms``, ``[batch, kv_head, token]``, and ``dim`` channels is too small for the scales of its run.
 
-    ``minimum`` is the minimum RMS per run, as ``Codec.min_token_rms`` returns it.
+    ``minimum`` is the result of ``Codec.min_token_rms``.
     """
     return float(norms.amin()) >= float(minimum.amax()) * math.sqrt(dim)
 

@@ -326,7 +326,7 @@ def try_lock(descriptor: int) -> bool | None:
 
 
 def _is_local(descriptor: int) -> bool:
-    """Return True if an open file is on a local file system, so that no other host can lock it."""
+    """Return True if an open file is on a local file system, and therefore cannot be locked by another host."""
     status = ctypes.create_string_buffer(_STATFS_BYTES)
     if sys.platform != "linux" or _FSTATFS is None or _FSTATFS(descriptor, status):
         return False
@@ -335,7 +335,7 @@ def _is_local(descriptor: int) -> bool:
 
 
 def is_on_one_host(path: str) -> bool:
-    """Return True if ``path`` is on a local file system, so that no other host can write to it."""
+    """Return True if ``path`` is on a local file system, and therefore cannot be written by another host."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return _is_local(descriptor)

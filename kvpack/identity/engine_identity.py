@@ -216,13 +216,13 @@ def engine_fields(
     return {
         "model": model_name(str(folder.resolve())),
         "weights": weights,
-        "rope": _rope_text(settings) if rope is None else rope,
+        "rope": _rope_json(settings) if rope is None else rope,
         "config": digest.hexdigest(),
         "extra": f"tp={rank}/{size}; layout={layout}; {extra}".removesuffix("; "),
     }
 
 
-def _rope_text(settings: Mapping[str, Any]) -> str:
+def _rope_json(settings: Mapping[str, Any]) -> str:
     text = settings.get("text_config")
     text_settings = {**settings, **text} if isinstance(text, dict) else settings
     return json.dumps({name: text_settings[name] for name in _ROPE if name in text_settings}, sort_keys=True)

@@ -319,7 +319,7 @@ class Identity:
         """
         from .fingerprint import check_deterministic, config_digest, digest_weights, dtype_text, model_name, weights_sample
         from .modules import base_model
-        from .rope import rope_text
+        from .rope import rope_json
 
         base = base_model(model_parts)
         check_deterministic(model_parts)
@@ -332,7 +332,7 @@ class Identity:
             recipe=parse_recipe(recipe),
             weights=digests[0] if weights is None else weights,
             adapter=adapters_text(model_parts, adapter),
-            rope=rope_text(getattr(base.config, "text_config", None) or base.config),
+            rope=rope_json(getattr(base.config, "text_config", None) or base.config),
             dtype=dtype_text(base),
             tenant=tenant,
             config=config_digest(base.config, model_parts),

@@ -14,8 +14,8 @@ _LIMIT_KEY = "same_up_to"
 """Key that is added to the settings if longer sequences have different frequencies."""
 
 
-def rope_text(config: Any) -> str:
-    """Return the rotary settings of a transformers configuration as a JSON map."""
+def rope_json(config: Any) -> str:
+    """Return the rotary settings of a transformers configuration as a JSON object, with a digest in place of long ones."""
     settings = getattr(config, "rope_parameters", None) or {
         key: getattr(config, key) for key in ("rope_theta", "rope_scaling", "partial_rotary_factor") if hasattr(config, key)
     }
@@ -29,7 +29,7 @@ def rope_text(config: Any) -> str:
 def max_uniform_length(config: Any) -> int | None:
     """Return the number of tokens up to which the RoPE frequencies of a model with ``config`` do not depend on the sequence's length.
 
-    None means that there is no limit.
+    None means no limit.
     """
     limits = (_frequency_limit(config, rope) for rope in _rope_maps(getattr(config, "rope_parameters", None)))
     return min((limit for limit in limits if limit is not None), default=None)
@@ -39,7 +39,7 @@ def longest_sequence(rope: str) -> int | None:
     """Return the number of tokens up to which RoPE frequencies do not depend on the sequence's length, according to an identity's field
     ``rope``.
 
-    None means that there is no limit.
+    None means no limit.
     """
     try:
         settings = json.loads(rope)

@@ -20,9 +20,9 @@ from kvpack.coding.token_errors import (
     allocate_sizes,
     excess_losses,
     may_lose_precision,
-    run_fits,
     sample_stride,
     small_norm_heads,
+    tokens_fit_scales,
 )
 from kvpack.formats.errors import ValueTooLarge
 from kvpack.formats.opaque import Opaque
@@ -189,7 +189,7 @@ class BoundLane:
             if least is None:
                 return None
             sample = torch.cat([tensor[slot, :, ::step].to(dtype)[None] for tensor in self._tensors])
-            if run_fits(dispatch.norms(sample), sample.shape[3], least):
+            if tokens_fit_scales(dispatch.norms(sample), sample.shape[3], least):
                 return None
         return self._exact_fit_errors(slot, streams, sizes, self._mask(raw_tokens))
 

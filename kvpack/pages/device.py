@@ -76,8 +76,8 @@ class PageJob:
 class _StartedEncoding(NamedTuple):
     """An encoding job that has been started but not awaited.
 
-    ``status``, int32 ``[page]`` on the device, is 0, ``_REFUSED`` or ``_SUSPECT``. ``measured`` contains the lanes in which
-    ``batched.count_losses`` examines suspect pages, each with its layers and their keys.
+    ``status``, int32 ``[page]`` on the device, is 0, ``_REFUSED`` or ``_SUSPECT``. ``measured`` contains the
+    (lane, layers, keys) in which ``batched.count_losses`` examines suspect pages: the lane's layers, and the keys of these layers.
     """
 
     status: torch.Tensor

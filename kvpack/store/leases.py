@@ -44,9 +44,9 @@ class Leases:
         self._lock = Lock()
 
     def load(self, keys: Sequence[bytes], load: Callable[[], Cache | None], chunk: int) -> Cache | None:
-        """Call ``load()`` and return its result, the cache of the prefix with ``keys``.
+        """Call ``load()`` and return its result, the cached prefix of the chunks ``keys``.
 
-        If another worker is computing the rest of the prefix, wait and call it again. On return, this store holds the lease on the first
+        If another worker is computing the rest, wait, then call ``load()`` again. On return, this store holds the lease on the first
         missing chunk, unless nothing is missing or the wait timed out.
         """
         deadline = time.monotonic() + self._seconds

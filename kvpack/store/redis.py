@@ -330,7 +330,7 @@ class Redis(SingleTierBackend):
         return kind is EntryKind.READABLE
 
     def _group_for_script(self, positions: Sequence[int], entries: Mapping[int, _NewEntry], replaced: set[int]) -> Sequence[Sequence[int]]:
-        """Group the positions of entries. One script call puts each group. Calls must be short, because they block all other clients."""
+        """Split positions into groups, each stored by one short script call and all new or all replaced. Calls block all other clients."""
         sizes = [(position, len(entries[position].data)) for position in positions]
         return [
             [*same]
@@ -339,7 +339,7 @@ class Redis(SingleTierBackend):
         ]
 
     def _touch_calls(self, chain: Sequence[bytes]) -> Sequence[Call]:
-        """Return the script calls that record a use of ``chain``. Each call is short, because it blocks all other clients."""
+        """Return the script calls that record a use of ``chain``. Each call is short."""
         # The server's clock is used, because clients' clocks may differ. The end of a long chain comes first, because its beginning must be
         # newer.
         starts = range(0, len(chain), _KEYS_AT_ONCE)

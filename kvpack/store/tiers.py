@@ -74,7 +74,7 @@ class Tiers:
         return [entry.data for entry in self.find(keys)]
 
     def find(self, keys: Sequence[bytes], *, after_tier: int = -1) -> list[FoundEntry]:
-        return [FoundEntry(data, tier) for tier, entries in self._query_in_turn(keys, self._time_get, len, after_tier) for data in entries]
+        return [FoundEntry(data, tier) for tier, entries in self._query_in_turn(keys, self._timed_get, len, after_tier) for data in entries]
 
     def find_many(self, keys: Sequence[bytes], after_tiers: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
         result: list[FoundEntry | None] = [None] * len(keys)
@@ -205,7 +205,7 @@ class Tiers:
         index = next(index for index, other in enumerate(self._backends) if other is backend)
         return self._tier_counters[index].time_operation(operation)
 
-    def _time_get(self, backend: Backend, keys: Sequence[bytes]) -> Sequence[Data]:
+    def _timed_get(self, backend: Backend, keys: Sequence[bytes]) -> Sequence[Data]:
         with self._time_operation(backend, "load"):
             return backend.get(keys)
 

@@ -406,7 +406,7 @@ def test_groups_omitted_by_vllm_have_numbers(monkeypatch: pytest.MonkeyPatch) ->
         group.group_id = number
     engine = Engine(monkeypatch, "octopus-4")
     spec = module(monkeypatch, "spec").KvpackSpec(given)
-    assert spec.codecs_by_number == {1: spec.codecs[0], 4: spec.codecs[1]}
+    assert spec.codecs_by_group_id == {1: spec.codecs[0], 4: spec.codecs[1]}
     keys = [key(0, group=1), key(1, group=1), key(2, group=4)]
     engine.worker.submit_store(1, gpu([[1, 2, 3, 4], [5, 6]], [0, 0]), cpu([0, 1, 2], keys))
     engine.worker.get_finished()

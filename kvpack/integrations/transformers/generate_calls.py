@@ -109,8 +109,8 @@ class _WatchedGenerate(_WatchedMethod):
 class _WatchedPrepareInputs(_WatchedMethod):
     """A wrapper of ``prepare_inputs_for_generation`` that checks token ids, and repeats the cache's sequences if there are more rows.
 
-    A model omits the cache to compute all tokens again if its RoPE uses different frequencies from this token on. The tokens are then
-    computed into the cache.
+    If the RoPE frequencies change at the next token, the model omits the cache to recompute all tokens. The wrapper then empties it and
+    passes it back in.
     """
 
     name = "prepare_inputs_for_generation"

@@ -120,7 +120,7 @@ class StepGraphs:
         device = ids.device
         if not can_capture(device) or not cache.records(model) or cache.live.is_uneven or model.training or torch.is_grad_enabled():
             return None
-        if torch.is_autocast_enabled(device.type) or _is_watched():
+        if torch.is_autocast_enabled(device.type) or _is_intercepted():
             return None
         if positions is not None and not (isinstance(positions, torch.Tensor) and positions.dim() == 2 and positions.device == device):
             return None
@@ -278,7 +278,7 @@ class ForwardSwitch(ModelChange):
 
     @staticmethod
     def for_model(model: torch.nn.Module) -> Lease[ForwardSwitch]:
-        """Return a lease of the switch of a transformers model, or of the model inside a wrapper."""
+        """Return a lease on the ``ForwardSwitch`` of ``model``, unwrapping it first if needed."""
         return lease(ForwardSwitch, outermost_model(model))
 
     def undo(self) -> None:
@@ -400,7 +400,7 @@ def _get_generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
-def _is_watched() -> bool:
+def _is_intercepted() -> bool:
     """Return True if a PyTorch mode intercepts operations, which replays would bypass.
 
     Modes that only set the default device do not count.

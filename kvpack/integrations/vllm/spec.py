@@ -104,7 +104,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         if is_new:
             view = manager.primary_tier.get_kv_memoryview()
             for tier in manager.secondary_tiers:
-                check_promotions(tier, view, self.codecs_by_number, self.cpu_page_size_per_worker, self.blocks_per_chunk)
+                check_promotions(tier, view, self.codecs_by_group_id, self.cpu_page_size_per_worker, self.blocks_per_chunk)
             attach_keys(manager)
             manager.kvpack_ratio = self.ratio
             # vLLM shows messages of its own logger and its children.
@@ -115,7 +115,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         return manager
 
     @property
-    def codecs_by_number(self) -> dict[int, list[PageCodec]]:
+    def codecs_by_group_id(self) -> dict[int, list[PageCodec]]:
         """The codecs of each offloaded group, by the group's number in vLLM's keys. vLLM also numbers groups that it does not offload."""
         return {group.group_id: codecs for group, codecs in zip(self.config.groups, self.codecs, strict=True)}
 

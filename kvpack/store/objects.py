@@ -159,7 +159,7 @@ class Objects:
             return None
         except self._base_error as error:
             # An empty object has no first byte.
-            if "416" in str(error) or "StartTooLarge" in str(error):
+            if "status code: 416" in str(error) or "StartTooLarge" in str(error):
                 size = self.size(name)
                 if size == 0:
                     return b"", 0, None

@@ -373,6 +373,14 @@ def test_permanent_errors_are_reported_when_opening(status: int, code: str, mess
                     open_at()
 
 
+def test_a_location_with_the_digits_of_a_status_is_refused_like_any_other() -> None:
+    with run_lying_server() as (liar, options):
+        liar.body = b"<Error><Code>InvalidAccessKeyId</Code></Error>"
+        liar.length, liar.status = len(liar.body), 403
+        with pytest.raises(InvalidParameter, match="check the access key"):
+            kvpack.Store("s3://bucket/416", IDENTITY, chunk=CHUNK, storage_options=options, timeout=60.0)
+
+
 def test_a_missing_bucket_is_reported_when_opening(server: Server) -> None:
     with pytest.raises(InvalidParameter, match="NoSuchBucket"):
         kvpack.Store("s3://another/some/prefix", IDENTITY, chunk=CHUNK, storage_options=server.options)

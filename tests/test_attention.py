@@ -83,7 +83,7 @@ def test_memory_is_bounded_by_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPACK_KERNELS", "torch")
     widest = 0
     cache = kvpack.pack(random_pairs(1, 5000, heads=1), "kivi-2")
-    decode = type(cache[0].k).frame
+    decode = type(cache[0].k).decode_frame
 
     def watched(self: kvpack.Side, start: int, stop: int) -> tuple[torch.Tensor, bool]:
         nonlocal widest
@@ -91,7 +91,7 @@ def test_memory_is_bounded_by_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
         return decode(self, start, stop)
 
     monkeypatch.setattr("kvpack.cache.side.TILE_VALUES", 1 << 15)
-    monkeypatch.setattr(type(cache[0].k), "frame", watched)
+    monkeypatch.setattr(type(cache[0].k), "decode_frame", watched)
     kvpack.attend(torch.randn(1, 1, 1, 64), cache[0])
     assert widest == (1 << 15) // 64
 
@@ -100,13 +100,13 @@ def test_a_window_reads_only_the_pages_it_sees(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("KVPACK_KERNELS", "torch")
     cache = kvpack.pack(random_pairs(1, 2000, heads=1), "kivi-2")
     seen = []
-    decode = type(cache[0].k).frame
+    decode = type(cache[0].k).decode_frame
 
     def watched(self: kvpack.Side, start: int, stop: int) -> tuple[torch.Tensor, bool]:
         seen.append((start, stop))
         return decode(self, start, stop)
 
-    monkeypatch.setattr(type(cache[0].k), "frame", watched)
+    monkeypatch.setattr(type(cache[0].k), "decode_frame", watched)
     kvpack.attend(torch.randn(1, 1, 2, 64), cache[0], sliding_window=10)
     assert min(start for start, _ in seen) == 2000 - 2 - 10 + 1
 

@@ -42,7 +42,7 @@ def test_synthetic_basis_has_widths_from_its_name() -> None:
     assert layer.v is not None
     assert (layer.k.codec.widths, layer.v.codec.widths) == (bytes([8, 3, 2, 1, 1, 0, 0, 0]), bytes([5, 7, 1]))
     for recipe in ("klt=12", "klt=9:1", "klt=000:1", "klt=1:2:3"):
-        with pytest.raises(InvalidParameter, match="expected klt=63211000:53100000"):
+        with pytest.raises(InvalidParameter, match="expected a name such as klt=63211000:53100000"):
             synthetic_basis.check(recipe)
 
 

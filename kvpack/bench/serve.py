@@ -24,6 +24,7 @@ import torch
 import kvpack
 from kvpack import cache_names
 from kvpack.formats.errors import InvalidParameter, WriteFailed
+from kvpack.hub import model_folder
 from kvpack.models import transformers_library
 from kvpack.output import step_counter
 from kvpack.runtime.modes import one_thread
@@ -166,7 +167,8 @@ def _load_config(shape: str, layers: int | None) -> Any:
             settings = {**settings, "num_hidden_layers": layers}
         return getattr(library, name)(**settings, max_position_embeddings=1 << 20)
     try:
-        config = library.AutoConfig.from_pretrained(shape).get_text_config(decoder=True)
+        source = shape if Path(shape).exists() else model_folder(shape, weights=False)
+        config = library.AutoConfig.from_pretrained(source).get_text_config(decoder=True)
     except (OSError, ValueError) as error:
         if Path(shape).exists():
             raise InvalidParameter(f"{shape}: transformers cannot read this configuration: {error}") from None

@@ -295,6 +295,7 @@ class Codec(EntryStreams, ABC):
             plain.fixed_heads,
             tuple(name for name, layout in layouts.items() if layout.per == "entry"),
             any(layout.per == "run" for layout in layouts.values()),
+            "norm" in layouts and layouts["norm"].dtype == "U8",
             self.keys_only,
             self.exact_dtype,
             plain.shared_scales,

@@ -8,7 +8,8 @@ from typing import NamedTuple
 class CodecSummary(NamedTuple):
     """Properties of a codec that are needed for every layer.
 
-    ``entries`` are the names of the streams with one row per entry. ``has_run_rows`` is True if any stream has one row per run.
+    ``entries`` are the names of the streams with one row per entry. ``has_run_rows`` is True if any stream has one row per run,
+    and ``has_byte_norms`` if norms are stored as bytes.
     """
 
     features: frozenset[str]
@@ -17,6 +18,7 @@ class CodecSummary(NamedTuple):
     fixed_heads: int | None
     entries: tuple[str, ...]
     has_run_rows: bool
+    has_byte_norms: bool
     keys_only: bool
     exact_dtype: str | None
     shared_scales: frozenset[str]

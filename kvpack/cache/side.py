@@ -433,7 +433,7 @@ def pack_sides(
         packed_norms = None if norms is None else norms[:, :, :packed]
         parts: Sequence[Mapping[str, torch.Tensor] | None] = [None] * layers
         if packed:
-            sizes = None if measured is None else measured.before(packed)
+            sizes = measured if measured is None or packed == tokens else measured.before(packed)
             streams = encode(
                 codec, x[:, :, :packed], where, position=first, norms=packed_norms, layers=layers, chosen=chosen, measured=sizes
             )

@@ -6,6 +6,7 @@ import contextlib
 import math
 import warnings
 from functools import cache, partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -89,7 +90,8 @@ def encode(
     """
     raw, plain = codec.raw_positions, codec.without_raw_positions
     with float32_no_grad(x.device):
-        sizes, given = allocate_sizes(plain, x), cache(lambda: dispatch.norms(x) if measured is None else measured.norms)
+        sizes = allocate_sizes(plain, x)
+        given = cache(partial(dispatch.norms, x)) if measured is None else partial(attrgetter("norms"), measured)
         if raw is None:
             streams = encode_all(codec, x, where, previous, position, sizes)
             report_poor_fit(measure_losses(EncodedRun(codec, x, streams, given, sizes)), where)

@@ -185,7 +185,7 @@ def measure_losses(run: EncodedRun, *, check_shared_scales: bool = True) -> list
         losses.append(Loss(_OWN, factors, OWN_RATIO, OWN_WARNING_RATIO, errors))
     if summary.has_run_rows and (sizes := scale_inflation(run)) is not None:
         losses.append(Loss(_RUN, sizes.amax(1), 1.0, 1.0, sizes))
-    if (small := small_norm_heads(run.streams)) is not None and small.any():
+    if summary.has_byte_norms and small_norm_heads(run.streams["norm"]).any():
         sizes = measure_small_norms(run)
         losses.append(Loss(_SMALL, sizes.amax(1), math.inf, torch.finfo(torch.float32).tiny, sizes))
     return losses
@@ -384,13 +384,9 @@ def scale_inflation(run: EncodedRun) -> torch.Tensor | None:
     return factors.nan_to_num(0.0)
 
 
-def small_norm_heads(streams: Streams) -> torch.Tensor | None:
-    """Return a mask of the heads in which most norms are stored as the two smallest bytes, bool ``[batch, kv_head]``.
-
-    Returns None if norms are not stored as bytes.
-    """
-    stored = streams.get("norm")
-    return None if stored is None or stored.dtype != torch.uint8 else 2 * (stored <= 1).sum(2) > stored.shape[2]
+def small_norm_heads(norms: torch.Tensor) -> torch.Tensor:
+    """Return a mask of the heads in which most of the stored ``norms`` are the two smallest bytes, bool ``[batch, kv_head]``."""
+    return 2 * (norms <= 1).sum(2) > norms.shape[2]
 
 
 def measure_small_norms(run: EncodedRun) -> torch.Tensor:

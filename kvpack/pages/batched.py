@@ -126,8 +126,8 @@ def suspect_pages(
             masks.append(mark_large(sizes, spread) & mark_large(sizes / norms(), 1.0))
         if (least := codec.min_token_rms(streams)) is not None:
             masks.append(norms() < least * math.sqrt(codec.dim))
-        if (small := small_norm_heads(streams)) is not None:
-            masks.append(small)
+        if codec.summary.has_byte_norms:
+            masks.append(small_norm_heads(streams["norm"]))
     each = torch.stack([mask.flatten(1).any(1) for mask in masks]).any(0)
     return each.view(len(rows), lane.count).any(1)
 

@@ -177,8 +177,7 @@ class BoundLane:
         if not lane.may_lose_precision:
             return None
         streams = _RowStreams(lane, row)
-        small = small_norm_heads(streams)
-        if small is not None and small.any():
+        if lane.plain_codec.summary.has_byte_norms and small_norm_heads(streams["norm"]).any():
             return self._exact_fit_errors(slot, streams, sizes, self._mask(raw_tokens))
         if self._large_errors is not None and not self._large_errors.run(row_address(row)):
             return None

@@ -85,9 +85,9 @@ class Lane:
     @cached_property
     def may_lose_precision(self) -> bool:
         """True if tokens may lose precision because maps, means, scales or norms of 8 bits represent them poorly."""
-        summary, norms = self.plain_codec.summary, self.plain_codec.row_layouts.get("norm")
-        has_byte_norms = norms is not None and norms.dtype == "U8"
-        return has_byte_norms or summary.changes_norms or summary.has_run_rows or max(summary.error_spread, summary.direction_spread) > 0
+        summary = self.plain_codec.summary
+        by_layout = summary.has_byte_norms or summary.has_run_rows
+        return by_layout or summary.changes_norms or max(summary.error_spread, summary.direction_spread) > 0
 
     @cached_property
     def slots(self) -> int:

@@ -129,7 +129,7 @@ def encode(
     streams_so_far: dict[str, torch.Tensor] = {}
     if isinstance(codec, Minifloat) and codec.run_scale is not None:
         if largest is None:
-            measured = measure(x, threads, level)
+            measured = measure(x, threads, level, with_norms=False)
             assert measured is not None
             largest = measured[1]
         scale = _compute_run_scale(codec, largest, None if previous is None else previous[codec.run_scale], skipped)
@@ -319,12 +319,13 @@ def _padded_table(values: list[float], padding: float) -> torch.Tensor:
     return torch.tensor(values + [padding] * (entries - len(values)), dtype=torch.float32, device="cpu")
 
 
-def measure(x: torch.Tensor, threads: int | None = None, level: int = 0) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the norm of each token in each head, as ``norms_per_head`` does, and the largest magnitude, which is not finite if a value is
-    not.
+def measure(
+    x: torch.Tensor, threads: int | None = None, level: int = 0, *, with_norms: bool = True
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return each token's norm in each head, as ``norms_per_head`` does, and its largest magnitude, which may be inf or NaN.
 
-    Both are float32 ``[batch, kv_head, token]``. ``level`` is an index into ``library.levels()``. Returns None for unsupported dtypes and
-    strides.
+    Both are float32 ``[batch, kv_head, token]``. Norms are undefined unless ``with_norms``. ``level`` is an index into
+    ``library.levels()``. Returns None for unsupported dtypes and strides.
     """
     batch, heads, tokens, dim = x.shape
     if x.dtype not in DTYPES or not (x.stride(3) == 1 or dim == 1):
@@ -337,7 +338,7 @@ def measure(x: torch.Tensor, threads: int | None = None, level: int = 0) -> tupl
             # Threads divide the work by layers.
             batch, heads, values.batch = heads, 1, values.head
         sizes = {"layers": batch, "heads": heads, "tokens": tokens, "dim": dim, "threads": threads, "level": level}
-        pointers = {"norms": norms.data_ptr(), "largest": largest.data_ptr()}
+        pointers = {"norms": norms.data_ptr() if with_norms else None, "largest": largest.data_ptr()}
         library.run("raw_slots", library.RawSlotsArguments(x=values, dtype=DTYPES.index(x.dtype), **sizes, **pointers), "measure tokens")
     return norms, largest
 

@@ -257,8 +257,8 @@ typedef struct {
    norm of a token in a head, relative to the head's typical norm. A page may have up to `few` tokens that are large in only one head. The
    first `first` tokens are chosen in any case. `chosen` [layer][slots] receives the tokens in ascending order, followed by -1. `left_out`
    [layer][2] receives the number of tokens without a slot, and how many of them cost other tokens precision. `norms`
-   [layer][kv_head][tokens] receives all norms, or contains them if x.data is NULL; without slots and bounds, nothing else is chosen.
-   `largest`, of the same shape, receives the largest magnitude of each token, or is NULL. */
+   [layer][kv_head][tokens] receives all norms, contains them if x.data is NULL, or is NULL; without slots and bounds, nothing else is
+   chosen. `largest`, of the same shape, receives the largest magnitude of each token, or is NULL. */
 typedef struct {
     Stream x;
     int64_t dtype, layers, heads, tokens, dim, slots, page, few, first;

@@ -288,13 +288,13 @@ static float misfit_of(const RawSlots *call, float norm, float median, float mos
 static void choose_item(const void *context, int64_t layer, char *memory) {
     const Job *job = context;
     const RawSlots *call = job->call;
-    const float *of_heads = call->norms + layer * call->heads * call->tokens;
     Candidate *wanted = (Candidate *)memory;
     float *norms = (float *)(wanted + call->tokens), *large = norms + call->tokens, *most = large + call->page, *least = most + call->page;
     float *sorted = least + call->page;
     int64_t count = 0, lows = 0, highs = 0, *chosen = call->chosen + layer * call->slots;
     if (call->x.data) job->level->norms(call, layer);
     if (!call->slots && !call->low && !call->high && !call->shared && !call->grouped) return;
+    const float *of_heads = call->norms + layer * call->heads * call->tokens;
     for (int64_t t = 0; t < call->tokens; t++) norms[t] = 0;
     for (int64_t h = 0; h < call->heads; h++)
         for (int64_t t = 0; t < call->tokens; t++) norms[t] += of_heads[h * call->tokens + t] * of_heads[h * call->tokens + t];

@@ -7,9 +7,9 @@ INLINE vf values_at(const char *x, int64_t dtype) {
     return dtype == BF16 ? (vf)(words << 16) : from_half(words);
 }
 
-/* The sum of squares of a row of values, as LANES partial sums. Lanes of `largest`, or both halves of them if values have 16 bits, receive
+/* The sum of squares of a row of values, as LANES partial sums, or zeros unless `squared`. Lanes of `largest`, or both halves of them if values have 16 bits, receive
    the bits of magnitudes, the largest of which is that of the row. */
-INLINE vf squares_of(const char *row, int64_t dim, int64_t dtype, vi *largest) {
+INLINE vf squares_of(const char *row, int64_t dim, int64_t dtype, int squared, vi *largest) {
     int64_t size = dtype == F32 ? 4 : 2, d = 0;
     int32_t magnitude = dtype == F32 ? 0x7fffffff : 0x7fff7fff;
     vf sum = splat(0), other = splat(0);
@@ -19,6 +19,7 @@ INLINE vf squares_of(const char *row, int64_t dim, int64_t dtype, vi *largest) {
         if (dtype == F32) second = load_int((const int32_t *)(row + size * (d + LANES)));
         most = larger_sizes(most, first & magnitude, dtype == F32);
         if (dtype == F32) most = larger_sizes(most, second & magnitude, 1);
+        if (!squared) continue;
         vf x = value_of((vu)first, 0, dtype), y = value_of((vu)second, 1, dtype);
         sum += x * x;
         other += y * y;
@@ -51,7 +52,7 @@ static __attribute__((noinline)) void store_largest(vi *most, int64_t count, flo
     memcpy(largest, &values, sizeof(float) * count);
 }
 
-INLINE void norms_of(const RawSlots *call, int64_t layer, int64_t dtype) {
+INLINE void norms_of(const RawSlots *call, int64_t layer, int64_t dtype, int squared) {
     for (int64_t h = 0; h < call->heads; h++) {
         int64_t first = (layer * call->heads + h) * call->tokens;
         const char *x = call->x.data + layer * call->x.batch + h * call->x.head;
@@ -61,18 +62,18 @@ INLINE void norms_of(const RawSlots *call, int64_t layer, int64_t dtype) {
             vi most[LANES];
             for (int64_t i = 0; i < LANES; i++) {
                 squares[i] = splat(0), most[i] = splat_int(0);
-                if (i < count) squares[i] = squares_of(x + (t + i) * call->x.row, call->dim, dtype, &most[i]);
+                if (i < count) squares[i] = squares_of(x + (t + i) * call->x.row, call->dim, dtype, squared, &most[i]);
             }
-            store_roots(squares, count, call->norms + first + t);
+            if (squared) store_roots(squares, count, call->norms + first + t);
             if (call->largest) store_largest(most, count, call->largest + first + t, dtype);
         }
     }
 }
 
 static void layer_norms(const RawSlots *call, int64_t layer) {
-    /* Binary16 and binary32 are rarer, and share code. */
-    if (call->dtype == BF16)
-        norms_of(call, layer, BF16);
+    /* Other dtypes are rarer, and magnitudes alone need no conversion, so they share code. */
+    if (call->dtype == BF16 && call->norms)
+        norms_of(call, layer, BF16, 1);
     else
-        norms_of(call, layer, call->dtype);
+        norms_of(call, layer, call->dtype, call->norms != NULL);
 }

@@ -7,8 +7,8 @@ INLINE vf values_at(const char *x, int64_t dtype) {
     return dtype == BF16 ? (vf)(words << 16) : from_half(words);
 }
 
-/* The sum of squares of a row of values, as LANES partial sums, or zeros unless `squared`. Lanes of `largest`, or both halves of them if values have 16 bits, receive
-   the bits of magnitudes, the largest of which is that of the row. */
+/* The sum of squares of a row of values, as LANES partial sums, or zeros unless `squared`. Lanes of `largest`, or both halves of them if
+   values have 16 bits, receive the bits of magnitudes, the largest of which is that of the row. */
 INLINE vf squares_of(const char *row, int64_t dim, int64_t dtype, int squared, vi *largest) {
     int64_t size = dtype == F32 ? 4 : 2, d = 0;
     int32_t magnitude = dtype == F32 ? 0x7fffffff : 0x7fff7fff;

@@ -258,8 +258,7 @@ class Minifloats:
             if codec.element == "e2m1":
                 if codec.dim % 2:
                     raise InvalidParameter(
-                        f"the head dim is {codec.dim}, but e2m1 needs an even head dim, because it stores two elements per "
-                        "byte"
+                        f"the head dim is {codec.dim}, but e2m1 needs an even head dim, because it stores two elements per byte"
                     )
                 elements = codes[..., 0::2] | codes[..., 1::2] << 4
             else:

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from kvpack.coding.bases import Basis
-from kvpack.errors import worst_exit_code
+from kvpack.errors import KvpackError, worst_exit_code
 from kvpack.output import printable, progress
 from kvpack.store.backend import MAX_ENTRY_BYTES
 from kvpack.store.catalog import Catalog, ChunkEntry, read_catalog
@@ -72,7 +72,10 @@ class CommandStore:
             return worst_exit_code(codes)
         operation, error = self.faults[0]
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        print(f"kvpack: {self.name}: {operation!r} failed: {printable(shown_location(reason))}", file=sys.stderr)
+        text = f"{self.name}: {operation!r} failed: {printable(shown_location(reason))}"
+        if "://" in self.name and not isinstance(error, KvpackError):
+            text += ": check that the server runs, and that the URL is right"
+        print(f"kvpack: {text}", file=sys.stderr)
         return worst_exit_code((*codes, SYSTEM_REFUSED))
 
 

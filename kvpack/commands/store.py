@@ -363,6 +363,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
         return store.exit_code(*codes)
     text = f"{store.name}: {_entry_count_text(count)} checked, {len(refused):,} refused, {len(unopened):,} not readable with the given keys"
     print_report({"entries": count, "refused": refused, "undecryptable": unopened}, text, arguments)
+    if refused and not arguments.delete:
+        print("kvpack: note: --delete deletes damaged entries; the next process that computes them saves them again", file=sys.stderr)
     return store.exit_code(*codes)
 
 

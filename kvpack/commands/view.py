@@ -8,7 +8,6 @@ import hmac
 import os
 import re
 import secrets
-import stat
 import sys
 import urllib.parse
 from http import HTTPStatus
@@ -16,7 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from kvpack.errors import InvalidParameter, MissingFile
+from kvpack.errors import InvalidParameter
+from kvpack.file.user_files import open_regular
 from kvpack.output import add_json, print_report
 
 ADDRESS = "127.0.0.1"
@@ -90,7 +90,7 @@ class Viewer(ThreadingHTTPServer):
             for file in sorted(folder.iterdir())
             if file.suffix in TYPES
         }
-        self.descriptor = _open_regular(path)
+        self.descriptor = open_regular(path)
         self.size = os.fstat(self.descriptor).st_size
         try:
             super().__init__((ADDRESS, port), _Handler)
@@ -107,18 +107,6 @@ class Viewer(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors in connections that the browser has dropped."""
-
-
-def _open_regular(path: str | os.PathLike[str]) -> int:
-    try:
-        # Without O_NONBLOCK, opening a pipe would wait for its writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise MissingFile(f"{os.fspath(path)}: {error.strerror}", filename=os.fspath(path), number=error.errno or 0) from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise MissingFile(f"{os.fspath(path)} is not a regular file: pass a kvpack file", filename=os.fspath(path))
-    return descriptor
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -81,7 +81,11 @@ _OTHER_FORMATS = {
     b"\x93NUMPY": "a NumPy array",
     b"PAR1": "a Parquet file",
     b"\x28\xb5\x2f\xfd": "a zstd frame",
+    b"\x1f\x8b": "a gzip file",
+    b"version https://git-lfs": "a Git LFS pointer (git lfs pull downloads the file)",
+    b"<": "a web page or XML",
 }
+COPY_AGAIN = "copy or download the file again"
 
 _TOP_KEYS = ("format", "required", "ignorable", "model", "recipe", "start", "codecs", "layers", "tensors")
 _SIDE_KEYS = tuple(field.name for field in dataclasses.fields(SideEntry) if field.name != "entries")
@@ -176,9 +180,9 @@ def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header,
         raise LimitExceeded(f"the JSON header has {length} bytes, but may have at most {MAX_JSON_BYTES}")
     start = LENGTH_BYTES + length
     if start > size:
-        raise Truncated(f"the file has {size} bytes, but its JSON header ends at byte {start}")
+        raise Truncated(f"the file has {size} bytes, but its JSON header ends at byte {start}: {COPY_AGAIN}")
     if start % DATA_ALIGNMENT:
-        raise InvalidHeader(f"the JSON header ends at byte {start}, expected a multiple of {DATA_ALIGNMENT}")
+        raise InvalidHeader(f"the JSON header ends at byte {start}, expected a multiple of {DATA_ALIGNMENT}: {COPY_AGAIN}")
     entry = _HEADER_TENSOR.match(beginning)
     if not entry:
         raise InvalidHeader("the JSON header does not begin with the metadata of format 1 and the entry of kvpack.header")
@@ -186,7 +190,7 @@ def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header,
     check_header_size(header_bytes)
     end = start + header_bytes
     if end > size:
-        raise Truncated(f"has {size} bytes, but kvpack.header ends at {end}: copy or download the file again")
+        raise Truncated(f"has {size} bytes, but kvpack.header ends at {end}: {COPY_AGAIN}")
     if memory_limit is not None:
         check_front(size, start, header_bytes, memory_limit)
     tensor = bytes(source.read(start, end))
@@ -199,9 +203,9 @@ def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header,
     data = bytes(source.read(0, min(size, len(front.text))))
     if data != front.text:
         offset = _first_difference(data, front.text[: len(data)])
-        raise InvalidHeader(f"the JSON header does not match kvpack.header at byte {offset} of the file")
+        raise InvalidHeader(f"the JSON header does not match kvpack.header at byte {offset} of the file: {COPY_AGAIN}")
     if size != front.file_bytes:
-        raise Truncated(f"has {size} bytes, but its header declares {front.file_bytes}: copy or download the file again")
+        raise Truncated(f"has {size} bytes, but its header declares {front.file_bytes}: {COPY_AGAIN}")
     return header, front
 
 
@@ -237,7 +241,7 @@ def check_digest(name: str, stored: bytes | memoryview, expected: bytes) -> None
 def check_hash(name: str, size: int, actual: bytes, expected: bytes) -> None:
     """Raise DigestMismatch unless the digests are equal. ``name`` and ``size`` (in bytes) describe the tensor in the message."""
     if actual != expected:
-        raise DigestMismatch(f"{name} is damaged: its {size} bytes have the digest {actual.hex()}, expected {expected.hex()}")
+        raise DigestMismatch(f"{name} is damaged: its {size} bytes have the digest {actual.hex()}, expected {expected.hex()}: {COPY_AGAIN}")
 
 
 def _json_entry(name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int) -> str:

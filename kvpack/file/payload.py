@@ -13,7 +13,7 @@ from kvpack.formats.errors import InvalidPayload
 from kvpack.formats.lazy import numpy
 from kvpack.formats.streams import DTYPE_BYTES, NUMPY_DTYPES, Layout
 
-from .front import Front, check_digest, check_hash
+from .front import COPY_AGAIN, Front, check_digest, check_hash
 from .header import TensorEntry, layout_bytes
 from .zstd import decompress_frame
 
@@ -145,4 +145,4 @@ def check_pads(source: Source, span: Span, first: int, last: int, memory: memory
 def check_pad(name: str, pad: memoryview) -> None:
     """Raise InvalidPayload unless ``pad``, the padding before tensor ``name``, is zero."""
     if any(pad):
-        raise InvalidPayload(f"{name}: the padding before it is {pad.hex()}, expected {len(pad)} zero bytes")
+        raise InvalidPayload(f"{name}: the padding before it is {pad.hex()}, expected {len(pad)} zero bytes: {COPY_AGAIN}")

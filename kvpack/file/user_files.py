@@ -134,7 +134,9 @@ def open_error(where: str, error: OSError | ValueError, description: str = "a re
     reason = (error.strerror if system else None) or error  # type: ignore[union-attr]
     purpose = f" as {description}" if description != "a regular file" else ""
     number = error.errno if system else None  # type: ignore[union-attr]
-    return MissingFile(f"{where or repr(where)}: could not be opened{purpose}: {reason}", filename=where, number=number or errno.ENOENT)
+    advice = ": check the path" if number in (errno.ENOENT, errno.ENOTDIR) else ""
+    message = f"{where or repr(where)}: could not be opened{purpose}: {reason}{advice}"
+    return MissingFile(message, filename=where, number=number or errno.ENOENT)
 
 
 def _check_kind(where: str, mode: int, description: str) -> None:

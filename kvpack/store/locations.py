@@ -95,7 +95,7 @@ class LocationKind(NamedTuple):
 
 def _open_memory(location: str, counters: Counters, entry_format: EntryFormat, *, skip_sweep: bool, **options: Any) -> Backend:
     if "max_bytes" not in options:
-        raise InvalidParameter("an in-memory store needs a budget: pass max_bytes=")
+        raise InvalidParameter("an in-memory store exists only in its own process, and needs a budget: pass max_bytes=")
     return MemoryBackend(counters, **options)
 
 

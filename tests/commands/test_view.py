@@ -220,7 +220,9 @@ def test_a_file_that_is_replaced_or_truncated_while_served_is_noticed(viewer: Vi
 def test_files_that_cannot_be_shown_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["view", str(tmp_path / "missing")]) == 3
     assert cli.main(["view", str(tmp_path)]) == 3
-    assert "not a regular file" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "No such file or directory: check the path" in printed
+    assert "is a folder, expected a regular file" in printed
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

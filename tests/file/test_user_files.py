@@ -121,7 +121,7 @@ def test_a_missing_file_is_a_file_not_found_error(tmp_path: Path) -> None:
     error = raised.value
     assert isinstance(error, MissingFile)
     assert (error.errno, error.filename, error.strerror) == (errno.ENOENT, str(path), "No such file or directory")
-    assert str(error) == f"{path}: could not be opened: No such file or directory"
+    assert str(error) == f"{path}: could not be opened: No such file or directory: check the path"
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), copy.errno, copy.filename) == (MissingFile, str(error), error.errno, error.filename)
     with pytest.raises(OSError, match="is a folder") as of_folder:

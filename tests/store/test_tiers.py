@@ -331,7 +331,7 @@ def test_tiers_survive_servers_that_die(tmp_path: Path, monkeypatch: pytest.Monk
     [
         ([], {}, "is an empty list"),
         ([["a"]], {}, "a tier cannot itself be a list of tiers"),
-        (["memory://"], {}, "an in-memory store needs a budget: pass max_bytes="),
+        (["memory://"], {}, "only in its own process, and needs a budget: pass max_bytes="),
         (["a", kvpack.Tier("b", timeout=5)], {}, "a folder has no option timeout"),
         ([kvpack.Tier("b", max_bytes=-1)], {}, "max_bytes is -1"),
         (["a"], {"max_bytes": 5}, "a list of tiers has no option max_bytes: each Tier has its own"),

@@ -52,6 +52,9 @@ In SmolLM2, four in five attention sinks, and less than 1 in 1,000 other tokens,
 MAX_LOW_VALUES_PER_PAGE = 16
 """Maximum number of tokens per page that are kept raw because their values are small. If there are more, they are not attention sinks."""
 
+_MAX_BF16_IN_FP16 = 65280.0
+"""The largest bf16 value that is finite in float16."""
+
 _POSITION_WORDS = 4
 """Number of words in a position: three for the token, lowest first, and one for the sequence."""
 _MAX_FIRST = 1 << 16
@@ -295,7 +298,7 @@ def store_in_slots(
     used = token < tokens
     page = torch.arange(len(x), device=x.device)[:, None]
     exact = x.transpose(1, 2)[page, token.clamp_max(tokens - 1)]
-    values = exact.to(getattr(torch, TORCH_DTYPE_NAMES[raw.dtype]))
+    values = _round_values(exact, raw.dtype)
     values = values.masked_fill(~used[..., None, None], 0.0)
     if raw.dtype == "fp16" and x.dtype != torch.float16 and bool((values.isinf() & exact.isfinite()).any()):
         raise ValueTooLarge("a raw token exceeds the largest fp16 value, 65504: choose a wider raw_dtype")
@@ -369,8 +372,8 @@ def gather_raw_values(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tens
     ``remedy``.
     """
     exact = x.permute(2, 0, 1, 3)[token, sequence]
-    values = exact.to(getattr(torch, TORCH_DTYPE_NAMES[dtype]))
-    if torch.promote_types(exact.dtype, values.dtype) == values.dtype:
+    values = _round_values(exact, dtype)
+    if exact.dtype == torch.float16 or torch.promote_types(exact.dtype, values.dtype) == values.dtype:
         return values
     lost = torch.isinf(values) & torch.isfinite(exact)
     if lost.any():
@@ -380,6 +383,14 @@ def gather_raw_values(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tens
             f"{exact[entry, head, channel].item():.6g} in channel {channel}, but the largest {dtype} value is "
             f"{torch.finfo(values.dtype).max:.6g}: {remedy}"
         )
+    return values
+
+
+def _round_values(exact: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Round finite values to ``dtype``. float16 values stay finite in float16, which the nearest bf16 value may not be."""
+    values = exact.to(getattr(torch, TORCH_DTYPE_NAMES[dtype]))
+    if exact.dtype == torch.float16 and values.dtype == torch.bfloat16:
+        values.clamp_(-_MAX_BF16_IN_FP16, _MAX_BF16_IN_FP16)
     return values
 
 

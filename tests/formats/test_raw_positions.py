@@ -342,6 +342,15 @@ def test_raw_values_beyond_the_range_are_refused() -> None:
         kvpack.pack([(x, x)], "kv=scalar:b=2,raw_first=2")
 
 
+def test_raw_values_stay_finite_in_float16() -> None:
+    x = torch.ones(1, 1, 64, DIM, dtype=torch.float16)
+    x[0, 0, 1, 3], x[0, 0, 1, 4] = 65504, -65440
+    keys, _ = kvpack.pack([(x, x)], "kv=scalar:b=2,raw_first=2")[0].unpack(torch.float16)
+    assert keys is not None
+    slots = store_in_slots(RawPositions(DIM, "bf16", high_norm=4.0), x, norms_per_head(x), 32, 1).streams[VALUES].half()
+    assert keys[0, 0, 1, 3:5].tolist() == slots[0, 0, 0, 3:5].tolist() == [65280, -65280]
+
+
 @pytest.mark.parametrize("codec_id", ["scalar", "group", "klt", "transform"])
 def test_both_ways_to_encode_agree(codec_id: str) -> None:
     """The block-wise reference agrees with ``kvpack.coding``, which passes a whole run to a kernel."""

@@ -168,9 +168,9 @@ def test_a_thread_that_ended_while_it_generated_does_not_block_others(model: Any
         lambda model, cache, text: model(text[:, -1:], past_key_values=cache),
         lambda model, cache, text: model.generate(text, past_key_values=cache, **OPTIONS),
         lambda model, cache, text: cache.crop(-2),
-        lambda model, cache, text: cache.reset(),
+        lambda model, cache, text: (cache.crop(-2), model(PROMPT[:, :2].expand(len(text), -1), past_key_values=cache)),
     ],
-    ids=["a pass", "generate", "crop", "reset"],
+    ids=["a pass", "generate", "crop", "crop and refill"],
 )
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}], ids=["greedy", "beams", "prompt lookup"])
 @pytest.mark.parametrize("calls", [0, 2], ids=["after the prompt", "after a token"])

@@ -99,7 +99,7 @@ class GenerateChecks:
         if self._chunked:
             return
         if not arguments.get("is_first_iteration", False):
-            self._check_step(ids.shape[1], arguments.get("next_sequence_length"))
+            self._check_step(ids, arguments.get("next_sequence_length"))
             return
         self._prompt_ids = ids.shape[1]
         embeddings = arguments.get("inputs_embeds")
@@ -117,18 +117,24 @@ class GenerateChecks:
         else:
             self.check_ids(ids, following)
 
-    def _check_step(self, ids: int, following: int | None) -> None:
+    def _check_step(self, ids: torch.Tensor, following: int | None) -> None:
         """Raise InvalidParameter if the cache has other tokens than the last step of this ``generate`` left.
 
-        It continues with the last ``following`` of ``ids`` token ids.
+        It continues with the last ``following`` of the token ids.
         """
-        if following is None or self.record.tokens == ids - following + self._unmatched:
+        if following is None:
             return
-        raise InvalidParameter(
-            f"generate continues a cache of {ids - following + self._unmatched} tokens, but the cache has {self.record.tokens}, because "
-            "another pass or a call of crop changed it between two steps: give each generation its own cache, such as "
-            "KvpackCache.of(cache.packed, model)"
-        )
+        known = ids[:, : ids.shape[1] - following]
+        expected = known.shape[1] + self._unmatched
+        found = "" if self.record.tokens == expected else f"the cache has {self.record.tokens}"
+        if self.record.edited and not self._unmatched and not found:
+            self.record.edited = False
+            found = "" if self.record.first_mismatch(known) is None else "the cache has others"
+        if found:
+            raise InvalidParameter(
+                f"generate continues a cache of {expected} tokens, but {found}, because another pass or a call of crop changed it between "
+                "two steps: give each generation its own cache, such as KvpackCache.of(cache.packed, model)"
+            )
 
     @contextmanager
     def check_chunks(self, ids: torch.Tensor, arguments: dict[str, Any], columns: int) -> Iterator[None]:

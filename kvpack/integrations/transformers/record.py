@@ -53,6 +53,8 @@ class Record:
 
     def __init__(self, inputs: Inputs | None, tokens: int, adapters: tuple[Any, ...] | None = None, batch: int = 1) -> None:
         self.tokens = tokens
+        self.edited = False
+        """True if tokens were dropped or sequences selected since ``generate`` last compared the ids."""
         self._adapters = adapters
         self._known = inputs is not None
         inputs = inputs or Inputs()
@@ -104,6 +106,7 @@ class Record:
 
     def select(self, indices: torch.Tensor) -> None:
         self._settle_pending()
+        self.edited = True
         self.sources = [select_sources(sources, indices.tolist()) for sources in self.sources]
         if self._ids.shape[0] > 1:
             self._ids = self._ids[indices.cpu()]
@@ -113,7 +116,7 @@ class Record:
 
     def crop(self, tokens: int) -> None:
         self._settle_pending()
-        self.tokens = tokens
+        self.tokens, self.edited = tokens, True
         self.sources = self.sources if tokens else []
         # Without tokens, the cache can continue with any number of rows.
         self._ids = self._ids[:, :tokens] if tokens else self._ids[:1, :0]

@@ -38,21 +38,23 @@ def said(model: Any, tokenizer: Any, messages: list[dict[str, str]]) -> str:
     return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
 
-@pytest.mark.parametrize("template", [PLAIN, REASONING])
-def test_replies_equal_those_of_the_complete_conversation(model: Any, template: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("template", "dense"), [(PLAIN, None), (REASONING, True)])
+def test_replies_equal_those_of_the_complete_conversation(model: Any, template: str, dense: bool | None, tmp_path: Path) -> None:
     words, messages = tokenizer(template), []
-    chat = Chat(model, words, "raw")
+    chat = Chat(model, words, "raw", dense=dense)
+    # Only decoded layers return attention weights.
+    options = GREEDY | {"output_attentions": bool(dense)}
     for turn, text in enumerate((HELLO, MORE, "And?")):
         messages.append({"role": "user", "content": text})
         expected = said(model, words, messages)
         held = chat.cache.tokens if turn else 0
-        assert chat.send(text, **GREEDY) == expected
+        assert chat.send(text, **options) == expected
         # The last token of a reply is not in the cache yet.
         assert chat.reused == held < chat.prompt_tokens
         messages.append({"role": "assistant", "content": expected})
         assert chat.messages == messages
         chat.save(tmp_path / "chat.kvpack")
-        chat = Chat.load(tmp_path / "chat.kvpack", model, words)
+        chat = Chat.load(tmp_path / "chat.kvpack", model, words, dense=dense)
         assert chat.messages == messages
     assert model.config._attn_implementation == "sdpa"
 

@@ -23,7 +23,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, 
 from kvpack.identity import modules
 from kvpack.store.store import Store
 
-from .arguments import check_model_of_file
+from .arguments import check_flags, check_model_of_file
 from .cache import check_model, create_cache, inspect_model
 from .cache_lock import CacheLock
 from .hooks import models_in
@@ -63,8 +63,9 @@ class Chat:
 
     ``messages`` are the messages so far, dicts with a role and a content as for ``apply_chat_template``, and ``template`` contains the
     other arguments of that method. With ``store``, a ``kvpack.Store`` of the model, the first call loads the longest stored prefix of the
-    conversation, and every reply is saved there. ``recipe`` defaults to the store's, or kvpack-4. Raises InvalidParameter, for example if
-    ``recipe`` is not the store's, and InvalidType if ``store`` is not a ``kvpack.Store`` or ``messages`` is not a list of message dicts.
+    conversation, and every reply is saved there. ``recipe`` defaults to the store's, or kvpack-4. ``dense`` is as for KvpackCache. Raises
+    InvalidParameter, for example if ``recipe`` is not the store's, and InvalidType if ``store`` is not a ``kvpack.Store`` or ``messages``
+    is not a list of message dicts.
     """
 
     def __init__(
@@ -76,7 +77,9 @@ class Chat:
         messages: Sequence[Mapping[str, Any]] = (),
         store: Store | None = None,
         template: Mapping[str, Any] | None = None,
+        dense: bool | None = None,
     ) -> None:
+        check_flags(dense=dense, keep_all=False)
         if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
             raise InvalidType(f"tokenizer is {describe(tokenizer)}, expected what AutoTokenizer.from_pretrained(folder) returns")
         modules.check_model(model)
@@ -88,7 +91,7 @@ class Chat:
             raise InvalidType(
                 f"store is {describe(store)}, expected a kvpack.Store, such as kvpack.Store('chats', kvpack.Identity.of(model, 'kvpack-4'))"
             )
-        self._store, self._template = store, dict(template or {})
+        self._store, self._template, self._dense = store, dict(template or {}), dense
         if store is not None and recipe is None:
             basis = store.basis()
             recipe = Recipe(store.identity.recipe, basis)
@@ -115,13 +118,15 @@ class Chat:
         template: Mapping[str, Any] | None = None,
         recipe: str | os.PathLike[str] | Recipe | None = None,
         basis: Bases | None = None,
+        dense: bool | None = None,
     ) -> Self:
         """Load the chat in the file at ``path``, which the same ``model`` can continue in this or any other process.
 
         ``recipe`` is the recipe to continue in. A file in another recipe is converted, but precision that it has lost does not return.
-        ``messages`` replaces those in the file. Raises InvalidParameter if the file contains no messages, if they cannot be read with this
-        tokenizer, or if another model computed the file, and the same errors as ``kvpack.load``. Issues a KvpackWarning at the next message
-        if this tokenizer's chat template renders the conversation differently, so that it is computed again.
+        ``messages`` replaces those in the file, and ``dense`` is as for KvpackCache. Raises InvalidParameter if the file contains no
+        messages, if they cannot be read with this tokenizer, or if another model computed the file, and the same errors as ``kvpack.load``.
+        Issues a KvpackWarning at the next message if this tokenizer's chat template renders the conversation differently, so that it is
+        computed again.
         """
         check_model_of_file(path, model)
         cache = load(path, device=execution_device(model), recipe=recipe, basis=basis)
@@ -134,7 +139,7 @@ class Chat:
                 f"{path} contains no chat messages: pass the messages that the cache was computed from as "
                 "messages=, or continue its token ids with KvpackCache.load(path, model)"
             )
-        chat = cls(model, tokenizer, messages=history, template=template)
+        chat = cls(model, tokenizer, messages=history, template=template, dense=dense)
         chat._cache, chat._is_loaded = cache, True
         return chat
 
@@ -258,7 +263,7 @@ class Chat:
             _, cache = self._store.load(ids[:-1], device=execution_device(self.model))
         # A store needs all tokens, including those that sliding windows would drop.
         kept = self._store is not None
-        with create_cache(self.model, self._recipe if cache is None else cache, prompt=ids, keep_all=kept) as past:
+        with create_cache(self.model, self._recipe if cache is None else cache, prompt=ids, keep_all=kept, dense=self._dense) as past:
             self._reused, self._prompt_tokens = past.get_seq_length(), len(ids)
             if self._is_loaded and cache is not None:
                 _warn_about_other_template(cache, ids)

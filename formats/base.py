@@ -365,15 +365,16 @@ class Codec(EntryStreams, ABC):
         (low,), (high,) = (self.unpack(f"{stream}_{part}", streams, unpacker) for part in ("low", "high"))
         return high << packings[f"{stream}_low"].bases[0].bit_length() - 1 | low
 
-    def same_codes(self, other: Codec) -> bool:
+    def has_same_codes(self, other: Codec) -> bool:
         """Return True if ``other`` stores the same codes as this codec. It may pack them differently."""
         params, other_params = self.params(), other.params()
         compared = params.keys() - _PACKING_PARAMETERS
         return params.keys() == other_params.keys() and all(params[name] == other_params[name] for name in compared)
 
     def repack(self, streams: Mapping[str, torch.Tensor], target: Codec) -> dict[str, torch.Tensor]:
-        """Repack ``streams`` of this codec for the codec ``target``, which must store the same codes (``same_codes``). Decoded values do
-        not change.
+        """Repack ``streams`` of this codec for the codec ``target``, which must store the same codes (``has_same_codes``).
+
+        Decoded values do not change.
         """
         scales = {name: streams[name] for name in self.scale_layouts(1, 1, 0)}
         return target.pack_digits(*self.digits(streams)) | scales
@@ -463,7 +464,7 @@ class PlainCodec(Codec):
         return None
 
     @property
-    def run_values(self) -> int:
+    def values_per_run(self) -> int:
         """Number of values per head that a decoder computes once per run. Readers count them toward their memory limit."""
         return 0
 

@@ -49,13 +49,13 @@ class Rope(NamedTuple):
     pairing: str
     longest: int | None = None
 
-    def rotate(self, x: torch.Tensor, first: int, *, back: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Apply the embedding to ``x``, float32 ``[..., token, dim]``. With ``back``, undo it.
+    def rotate(self, x: torch.Tensor, first: int, *, inverse: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Apply the embedding to ``x``, float32 ``[..., token, dim]``. With ``inverse``, undo it.
 
         ``first`` is the position of the first token. Unless ``out`` is None, the result is written to it.
         """
         pairs = len(self.frequencies)
-        sign = -1 if back else 1
+        sign = -1 if inverse else 1
         halves = slice(0, pairs), slice(pairs, 2 * pairs)
         first_half, second = halves if self.pairing == "halves" else (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
         out = torch.empty_like(x) if out is None else out

@@ -176,7 +176,7 @@ class Klt(CodecFamily):
         return f"{'keys' if self.side == 'k' else 'values'} of layer {self.layer} of the basis {self.basis.hex()}"
 
     @property
-    def run_values(self) -> int:
+    def values_per_run(self) -> int:
         return row_count(self.dim) * self.dim if self.rows != "basis" else 0
 
     def packings(self) -> dict[str, Columns]:

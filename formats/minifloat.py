@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .value_blocks import Array
 
 
-class Element(NamedTuple):
+class ElementFormat(NamedTuple):
     """Format of an element: a sign, ``exponent_bits`` and ``fraction_bits``.
 
     Codes with a magnitude of ``finite`` or more are NaN or infinity.
@@ -60,7 +60,7 @@ class Element(NamedTuple):
         return -magnitude if code >> self.bits - 1 else magnitude
 
 
-ELEMENTS = {"e4m3": Element(4, 3, 0x7F), "e5m2": Element(5, 2, 0x7C), "e2m1": Element(2, 1, 8)}
+ELEMENTS = {"e4m3": ElementFormat(4, 3, 0x7F), "e5m2": ElementFormat(5, 2, 0x7C), "e2m1": ElementFormat(2, 1, 8)}
 GRANULARITIES = ("tensor", "head", "token", "block")
 BLOCK_CHANNELS = {"e8m0": 32, "e4m3": 16}
 """Number of channels per block, by the dtype of the block's scale."""
@@ -129,7 +129,7 @@ class Minifloat(CodecFamily):
         return self.format.bits + (8 / self.block if self.granularity == "block" else 0)
 
     @property
-    def format(self) -> Element:
+    def format(self) -> ElementFormat:
         return ELEMENTS[self.element]
 
     @property
@@ -344,7 +344,7 @@ def block_exponents(largest: torch.Tensor, element: str) -> torch.Tensor:
     return ((bits >> 23) - floor_log2(form.largest)).clamp_min_(0)
 
 
-def exponent_carry(form: Element) -> int:
+def exponent_carry(form: ElementFormat) -> int:
     """Return the number that, added to float32 bits, raises the exponent if the value would round above the largest element.
 
     Only values with the exponent of the largest element can round that way.

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from .errors import InvalidParameter, InvalidPayload, ValueTooLarge
 from .lazy import numpy, torch
 from .raw import DTYPES, TORCH_DTYPE_NAMES
-from .sidecar import RunStep, WholeTokens
+from .sidecar import RawTokenSidecar, RunStep
 from .streams import Layout
 from .token_norms import (
     drop_crowded_pages,
+    find_large_sizes,
     large_size_mask,
-    mark_large,
     measure_fit_errors,
     median_norms,
     norms_over_heads,
@@ -61,7 +61,7 @@ _MAX_FIRST = 1 << 16
 
 
 @dataclass(frozen=True)
-class RawPositions(WholeTokens):
+class RawPositions(RawTokenSidecar):
     """Sidecar that stores raw tokens as ``dtype``: the ``first`` tokens of a sequence, and tokens whose norm is far from the median.
 
     The median is that of the token's page. A norm is far from it if it is below ``low_norm`` or above ``high_norm`` times the median; a
@@ -152,7 +152,7 @@ class RawPositions(WholeTokens):
                 # If the median is 0, as in padding, every other norm would exceed it.
                 chosen |= (token_norms > self.high_norm * median) & (median > 0)
                 # Waiting for a device takes longer than computing a mask that is usually empty.
-                large = large_size_mask(norms, self.high_norm) if norms.device.type == "cpu" else mark_large(norms, self.high_norm)
+                large = find_large_sizes(norms, self.high_norm) if norms.device.type == "cpu" else large_size_mask(norms, self.high_norm)
                 if large is not None:
                     chosen |= drop_crowded_pages(large.any(1) & ~chosen)
         return chosen

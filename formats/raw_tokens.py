@@ -12,7 +12,7 @@ from .errors import InvalidParameter, InvalidPayload
 from .lazy import numpy, torch
 from .raw import DTYPES
 from .raw_positions import gather_raw_values, replace_tokens
-from .sidecar import RunStep, WholeTokens
+from .sidecar import RawTokenSidecar, RunStep
 from .streams import Layout
 from .value_blocks import first_index, value_blocks
 
@@ -30,7 +30,7 @@ _MAX_RAW_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
-class RawTokens(WholeTokens):
+class RawTokens(RawTokenSidecar):
     """Sidecar that stores some tokens as ``dtype``: the ``first`` tokens, and the ``low_norm`` tokens with the smallest norms.
 
     Tokens of low norm are chosen only in the first run.

@@ -2,7 +2,7 @@
 
 Each sidecar is a frozen dataclass in its own file, of one of five kinds. Encoding applies the kinds in order:
 
-1. ``WholeTokens`` removes some tokens entirely from the values.
+1. ``RawTokenSidecar`` removes some tokens entirely from the values.
 2. ``ValueMap`` maps the values of each head linearly, before the codec rotates them into the coded frame.
 3. ``PageVector`` subtracts a vector that the tokens of a page share.
 4. ``FramePart`` removes a part of the values from the coded frame; the codec encodes the rest.
@@ -114,7 +114,7 @@ class Sidecar(EntryStreams, ABC):
         return
 
 
-class WholeTokens(Sidecar):
+class RawTokenSidecar(Sidecar):
     """Sidecar that stores some tokens of all heads in the original frame. The codec does not have to encode them.
 
     Entries are ordered by token, then by sequence. The header stores only ``dtype``, the dtype of the values.

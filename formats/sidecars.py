@@ -17,7 +17,7 @@ from .foreign import begin_run
 from .lazy import torch
 from .raw_positions import RawPositions
 from .runs import Run, RunEncoder
-from .sidecar import FramePart, PageVector, ResidualSketch, RunStep, Sidecar, ValueMap, WholeTokens
+from .sidecar import FramePart, PageVector, RawTokenSidecar, ResidualSketch, RunStep, Sidecar, ValueMap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -72,8 +72,8 @@ class CodecWithSidecars(Codec):
         return CodecWithSidecars(self.codec, remaining) if remaining else self.codec
 
     @cached_property
-    def whole_tokens(self) -> tuple[WholeTokens, ...]:
-        return tuple(sidecar for sidecar in self.sidecars if isinstance(sidecar, WholeTokens))
+    def raw_token_sidecars(self) -> tuple[RawTokenSidecar, ...]:
+        return tuple(sidecar for sidecar in self.sidecars if isinstance(sidecar, RawTokenSidecar))
 
     @cached_property
     def value_maps(self) -> tuple[ValueMap, ...]:
@@ -209,7 +209,7 @@ class CodecWithSidecars(Codec):
         ``kernel(codec, block, start)`` returns the codec's streams, or None if the codec must encode the block itself. ``watch(block,
         start, streams)`` is called with each block of the codec's input and its streams. ``start`` is the index of a block's first token.
         """
-        steps, run_streams = self._begin_steps(run, previous, self.whole_tokens)
+        steps, run_streams = self._begin_steps(run, previous, self.raw_token_sidecars)
         inner = begin_run(self.codec, steps.run(), previous)
 
         def encode(x: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
@@ -227,7 +227,7 @@ class CodecWithSidecars(Codec):
         return RunEncoder({**inner.streams, **run_streams}, encode)
 
     def _begin_steps(
-        self, run: Run, previous: Streams | None, token_sidecars: Sequence[WholeTokens]
+        self, run: Run, previous: Streams | None, token_sidecars: Sequence[RawTokenSidecar]
     ) -> tuple[_Steps, dict[str, torch.Tensor]]:
         """Return the steps that precede the codec, beginning with those of ``token_sidecars``, and the streams with one row per run."""
         steps = _Steps(run)
@@ -291,7 +291,7 @@ class CodecWithSidecars(Codec):
         Returns values in the coded frame.
         """
         frame = self._apply_sidecars(frame, streams)
-        for tokens in self.whole_tokens:
+        for tokens in self.raw_token_sidecars:
             sequences = tokens.token_positions(streams)[1]
             frame = tokens.put(frame, self.to_coded_frame(tokens.kept_values(streams), sequences, streams), streams)
         return frame
@@ -314,7 +314,7 @@ class CodecWithSidecars(Codec):
     def finish_decoding(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
         """Apply all sidecars to ``frame``, the values that the codec decoded. Returns values in the original frame."""
         values = self.original(self._apply_sidecars(frame, streams), streams)
-        for tokens in self.whole_tokens:
+        for tokens in self.raw_token_sidecars:
             values = tokens.put(values, tokens.kept_values(streams), streams)
         return values
 
@@ -344,8 +344,8 @@ class CodecWithSidecars(Codec):
             q = value_map.query(q, streams)
         return q
 
-    def same_codes(self, other: Codec) -> bool:
-        return isinstance(other, CodecWithSidecars) and self.sidecars == other.sidecars and self.codec.same_codes(other.codec)
+    def has_same_codes(self, other: Codec) -> bool:
+        return isinstance(other, CodecWithSidecars) and self.sidecars == other.sidecars and self.codec.has_same_codes(other.codec)
 
     def repack(self, streams: Streams, target: Codec) -> dict[str, torch.Tensor]:
         assert isinstance(target, CodecWithSidecars)

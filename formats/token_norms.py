@@ -153,16 +153,16 @@ def median_norms(norms: torch.Tensor) -> torch.Tensor:
     return torch.cat([norms[..., tokens:], *medians], -1)
 
 
-def large_size_mask(sizes: torch.Tensor, ratio: float) -> torch.Tensor | None:
+def find_large_sizes(sizes: torch.Tensor, ratio: float) -> torch.Tensor | None:
     """Return a mask of the ``sizes`` ``[..., token]`` that are above ``ratio`` times the typical size, or None if there are none.
 
     If the typical size is 0, as in padding, no size counts as large. NaN sizes are ignored, and the mask is False for them.
     """
-    return mark_large(sizes, ratio) if has_large_size(sizes, ratio) else None
+    return large_size_mask(sizes, ratio) if has_large_size(sizes, ratio) else None
 
 
-def mark_large(sizes: torch.Tensor, ratio: float) -> torch.Tensor:
-    """Return the mask of ``large_size_mask``, even if no size is large. The host does not wait for the device."""
+def large_size_mask(sizes: torch.Tensor, ratio: float) -> torch.Tensor:
+    """Return the mask of ``find_large_sizes``, even if no size is large. The host does not wait for the device."""
     medians = median_norms(sizes)
     return (sizes > ratio * medians) & (medians > 0)
 

@@ -189,7 +189,7 @@ class Transform(CodecFamily):
             # Any position decodes correctly, but only the true one gives similar keys to similar tokens. Token groups do not wrap around.
             position %= _POSITIONS
             position = position if position + tokens <= _POSITIONS else 0
-            x = rope.rotate(x.to(torch.float32), position, back=True)
+            x = rope.rotate(x.to(torch.float32), position, inverse=True)
         wide = (
             x.to(torch.float32) if self.scope == "head" else x.to(torch.float32).transpose(1, 2).reshape(batch, 1, tokens, heads * self.dim)
         )

@@ -14,7 +14,7 @@ from kvpack.kernels.tiles import addresses, frame_columns, loaders
 from kvpack.kernels.tiles.layers import Layer, keys_and_values
 
 from . import plan, segments
-from .prepared import MAX_ROWS, Options, PreparedCall, QueryShape
+from .prepared import MAX_ROWS, AttendOptions, PreparedCall, QueryShape
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,7 @@ def choose_loaders(rows: int, k: Side, v: Side) -> int:
     return frame_columns.PAIRED if rows <= MAX_PAIRED_ROWS and not has_dual_keys else frame_columns.DUAL
 
 
-def prepare(q: torch.Tensor, layer: Layer, options: Options) -> PreparedCall:
+def prepare(q: torch.Tensor, layer: Layer, options: AttendOptions) -> PreparedCall:
     """Prepare softmax(scale q k^T) v over a supported ``layer``, for queries shaped like ``q``. The prepared call is cached with the layer.
 
     Tiles are float16 (raw tokens keep their dtype), and sums are float32. The relative error in the 2-norm is at most 2e-3 if no decoded
@@ -78,7 +78,7 @@ def prepare(q: torch.Tensor, layer: Layer, options: Options) -> PreparedCall:
     return calls[key]
 
 
-def _prepare(q: torch.Tensor, layer: Layer, options: Options) -> PreparedCall:
+def _prepare(q: torch.Tensor, layer: Layer, options: AttendOptions) -> PreparedCall:
     k, v = keys_and_values(layer)
     batch, q_heads, q_len, dim = q.shape
     shape = QueryShape(batch, q_heads, q_len, dim, k.heads)

@@ -20,7 +20,7 @@ from kvpack.kernels.triton_internals import CachedLaunch, LaunchChain
 
 from . import plan, segments
 from .attention import choose_loaders, supports
-from .prepared import UNLIMITED, Options, PreparedCall, QueryShape
+from .prepared import UNLIMITED, AttendOptions, PreparedCall, QueryShape
 
 if TYPE_CHECKING:
     from .plan import Launch
@@ -101,7 +101,7 @@ class GrowingCall:
     also needs the first visible token of each sequence. Sliding windows are computed on the device, because they move with every call.
     """
 
-    def __init__(self, q: torch.Tensor, layer: Layer, options: Options) -> None:
+    def __init__(self, q: torch.Tensor, layer: Layer, options: AttendOptions) -> None:
         k, v = keys_and_values(layer)
         batch, q_heads, q_len, dim = q.shape
         self._shape, self._options = QueryShape(batch, q_heads, q_len, dim, k.heads), options._replace(lengths=True)

@@ -21,7 +21,7 @@ from kvpack.kernels.tiles import addresses
 from kvpack.kernels.tiles.layers import Layer, Side, keys_and_values
 
 from . import flash, layer_sharing, scratch
-from .prepared import Options
+from .prepared import AttendOptions
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -74,7 +74,7 @@ def supports(q: torch.Tensor, layer: Layer) -> bool:
     return q.device == k.device == v.device and q.dtype in DTYPES and max(k.dim, v.dim) <= MAX_DIM
 
 
-def prepare(q: torch.Tensor, layer: Layer, options: Options) -> ManyQueriesCall:
+def prepare(q: torch.Tensor, layer: Layer, options: AttendOptions) -> ManyQueriesCall:
     """Prepare attention over ``layer`` for queries shaped like ``q``. The prepared call is cached with the layer.
 
     Decoded keys and values, and rotated queries, are rounded to the dtype of the queries, so the output is as accurate as attention over an
@@ -90,7 +90,7 @@ def prepare(q: torch.Tensor, layer: Layer, options: Options) -> ManyQueriesCall:
     return calls[key]
 
 
-def create_call(q: torch.Tensor, layer: Layer, options: Options, kind: Hashable | None) -> ManyQueriesCall:
+def create_call(q: torch.Tensor, layer: Layer, options: AttendOptions, kind: Hashable | None) -> ManyQueriesCall:
     """Create a call over ``layer``. If a layer of the same ``kind`` (``layer_sharing.kind_key``) already has a template, it is reused."""
     if kind is None:
         return ManyQueriesCall(q, layer, options)
@@ -137,7 +137,7 @@ class _Pass(NamedTuple):
 class ManyQueriesCall:
     """A prepared attention call for queries shaped like ``q``. Everything that depends only on shapes is computed once."""
 
-    def __init__(self, q: torch.Tensor, layer: Layer, options: Options) -> None:
+    def __init__(self, q: torch.Tensor, layer: Layer, options: AttendOptions) -> None:
         k, v = keys_and_values(layer)
         self._sides: tuple[Side, ...] = k, v
         self._tables: layer_sharing.WorkTables | None = None

@@ -45,7 +45,7 @@ def load_means(
 
 
 @triton.jit
-def multiply_pages(
+def multiply_page_means(
     products: tl.tensor,
     q: tl.tensor,
     loaded: tl.tuple,
@@ -100,9 +100,9 @@ def _store_products(
     the channels, and the second element covers the rest.
     """
     page = _page_numbers(begin, WARPS)
-    product = _multiply(_centered(loaded[1], 0, MEANS.bits, FAST), queries[0])
+    product = _multiply(_centered_code(loaded[1], 0, MEANS.bits, FAST), queries[0])
     if MEANS.bits == 4:
-        product += _multiply(_centered(loaded[1], 4, MEANS.bits, FAST), queries[1])
+        product += _multiply(_centered_code(loaded[1], 4, MEANS.bits, FAST), queries[1])
     product *= loaded[0].to(tl.float32)[:, None]
     store_products(products, product, page, count, ROWS, FAST)
 
@@ -136,7 +136,7 @@ def _centered_ptx(position: int, bits: int) -> str:
 
 
 @triton.jit
-def _centered(code: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def _centered_code(code: tl.tensor, POSITION: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Extract the code of ``BITS`` bits at bit ``POSITION`` of each int8, and return it minus the middle code, as float16."""
     if FAST:
         value = tl.inline_asm_elementwise(_centered_ptx(POSITION, BITS), "=r,=r,r", [code], dtype=tl.float16, is_pure=True, pack=4)

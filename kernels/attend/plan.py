@@ -20,7 +20,7 @@ from kvpack.kernels.loaders.key_mean import PRODUCT_BYTES
 from kvpack.kernels.loaders.tiles import NEIGHBORS, Tiles
 from kvpack.kernels.tiles import addresses, device_tables, frame_columns, loaders
 from kvpack.kernels.tiles.addresses import describe_streams
-from kvpack.kernels.tiles.bound_loader import Mode, bind
+from kvpack.kernels.tiles.bound_loader import LoadMode, bind
 from kvpack.kernels.tiles.frame_columns import loader
 from kvpack.kernels.tiles.shapes import LaunchShape, choose_shape, plan_patches, table_budget
 from kvpack.kernels.tiles.work import FIRST_ADDRESS, STREAM_INTEGERS
@@ -164,8 +164,8 @@ def _plan_launch(
     share = tokens * sequences // properties.multiprocessors
     shape = choose_shape(k_tiles, v_tiles, shared.nbytes, share, alignment, fast)
     tile_tokens = shape.warps * shape.tiles * shape.tokens * (2 if k_tiles.dual or v_tiles.dual else 1)
-    least = 1 if k_tiles.means is None else _least_programs(segments, k_tiles.means.tokens, tile_tokens)
-    programs = choose_programs(shape, tokens, tile_tokens, sequences, properties.multiprocessors, least)
+    min_programs = 1 if k_tiles.means is None else _min_programs(segments, k_tiles.means.tokens, tile_tokens)
+    programs = choose_programs(shape, tokens, tile_tokens, sequences, properties.multiprocessors, min_programs)
     if segments[0].k.page is segments[0].v.page is None and tokens <= programs * tile_tokens:
         # Each program has only one tile of raw tokens, so there is nothing to load ahead.
         shape = shape._replace(stages=1)
@@ -191,8 +191,10 @@ def _plan_launch(
     k_outliers, v_outliers, patches = plan_patches(k_tiles, v_tiles, shape, declared)
     k_streams, v_streams = describe_streams(rows, k_tiles.streams, k_address), describe_streams(rows, v_tiles.streams, v_address)
     constants = {
-        "K": bind(k_tiles, Mode(table_offsets[0], False, fast), k_outliers, k_streams, _has_whole_tiles(rows, 3, k_tiles, shape), means),
-        "V": bind(v_tiles, Mode(table_offsets[1], True, fast), v_outliers, v_streams, _has_whole_tiles(rows, 4, v_tiles, shape)),
+        "K": bind(
+            k_tiles, LoadMode(table_offsets[0], False, fast), k_outliers, k_streams, _has_whole_tiles(rows, 3, k_tiles, shape), means
+        ),
+        "V": bind(v_tiles, LoadMode(table_offsets[1], True, fast), v_outliers, v_streams, _has_whole_tiles(rows, 4, v_tiles, shape)),
         "TABLES": shared,
         "PATCHES": patches if fast else 0,
         "WORK_ROW": rows.shape[1],
@@ -212,7 +214,7 @@ def _plan_launch(
     return Launch(k, v, shape, work, tables, constants, tuple(keep_alive), programs, any(in_tail), all(in_tail), shape.balanced)
 
 
-def _least_programs(segments: list[Segment], page_tokens: int, tile: int) -> int:
+def _min_programs(segments: list[Segment], page_tokens: int, tile: int) -> int:
     """Return the number of programs per sequence with which no program has more than about ``MAX_MEAN_PAGES`` pages of means.
 
     A program begins at a multiple of ``tile`` tokens of its segment. Unless that is the beginning of a page, it has one more page.
@@ -221,14 +223,14 @@ def _least_programs(segments: list[Segment], page_tokens: int, tile: int) -> int
     return -(-sum(segment.tokens for segment in segments) // ((MAX_MEAN_PAGES - (not aligned)) * page_tokens))
 
 
-def choose_programs(shape: LaunchShape, tokens: int, tile: int, sequences: int, multiprocessors: int, least: int = 1) -> int:
-    """Choose the number of programs per sequence, at least ``least``, that takes the shortest estimated time for ``tokens`` tokens.
+def choose_programs(shape: LaunchShape, tokens: int, tile: int, sequences: int, multiprocessors: int, min_programs: int = 1) -> int:
+    """Choose the number of programs per sequence, at least ``min_programs``, that takes the shortest estimated time for ``tokens`` tokens.
 
     A program processes ``tile`` tokens per step. All programs run in one round, or in several if that leaves less of the device idle in the
     last round.
     """
     at_once = multiprocessors * shape.programs
-    one_round = max(1, least, at_once // sequences)
+    one_round = max(1, min_programs, at_once // sequences)
 
     def tokens_of_rounds(programs: int) -> float:
         return -(-programs * sequences // at_once) * (tokens / programs + PROGRAM_TILES * tile)
@@ -254,7 +256,7 @@ def build_work(
     tokens = sum(segment.tokens for segment in segments)
     work: list[numpy.ndarray[Any, numpy.dtype[numpy.int64]]] = []
     for segment in segments:
-        cut_words = any(_cuts_words(side, tiles) for side, tiles in ((segment.k, k_tiles), (segment.v, v_tiles)))
+        cut_words = any(_may_end_inside_word(side, tiles) for side, tiles in ((segment.k, k_tiles), (segment.v, v_tiles)))
         stream_addresses = addresses.stream_addresses(segment.k.streams, k_tiles.streams, keep_alive)
         stream_addresses += addresses.stream_addresses(segment.v.streams, v_tiles.streams, keep_alive)
         mean_offset = 0
@@ -282,7 +284,7 @@ def build_work(
     return numpy.concatenate(work)
 
 
-def _cuts_words(segment: SideSegment, tiles: Tiles) -> bool:
+def _may_end_inside_word(segment: SideSegment, tiles: Tiles) -> bool:
     """Return True if a stream of the segment may end inside an aligned 4-byte word, because its rows are not a multiple of 4 bytes long."""
     for stream in tiles.streams:
         if stream.tokens == 1 and stream.row * stream.bits % 32:

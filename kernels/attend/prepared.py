@@ -97,7 +97,7 @@ class QueryShape(NamedTuple):
         return -(-self.rows // self.block) * self.block
 
 
-class Options(NamedTuple):
+class AttendOptions(NamedTuple):
     """Options of a ``kvpack.attend`` call.
 
     ``lengths``, ``starts`` and ``sink_logits`` are True if the call passes these arguments.
@@ -125,7 +125,7 @@ class PreparedCall:
         launches: Sequence[Launch],
         shape: QueryShape,
         dtype: torch.dtype,
-        options: Options,
+        options: AttendOptions,
         position: int,
         dual: int,
         dim_v: int,

@@ -159,9 +159,9 @@ def _page_segments(page: PackedRun, first: int, dtype: torch.dtype, first_page: 
     if not isinstance(codec, CodecWithSidecars):
         return [_page_segment(codec, first, page, page.streams, None)]
     frame = (page if codec.maps_by_run else first_page) if codec.value_maps else None
-    if not codec.whole_tokens:
+    if not codec.raw_token_sidecars:
         return [_segment_with_sidecars(page, first, 0, page.tokens, frame)]
-    raw_tokens = {token for tokens in codec.whole_tokens for token in tokens.token_positions(page.streams)[0].tolist()}
+    raw_tokens = {token for tokens in codec.raw_token_sidecars for token in tokens.token_positions(page.streams)[0].tolist()}
     for size in (math.lcm(tokens, codec.without_sidecars.group_tokens) for tokens in RAW_TOKENS):
         flagged = sorted({token // size for token in raw_tokens})
         if len(flagged) * size <= max(MAX_RAW_TOKENS, page.tokens // 2):

@@ -26,9 +26,9 @@ from kvpack.kernels.bitpack.tile_layout import second_token_offset
 from kvpack.kernels.loaders.key_mean import declare_products
 from kvpack.kernels.loaders.outlier_patches import declare_patches
 from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
-from kvpack.kernels.tiles.work import POSITION_BIAS, load_tiles, load_work, prefetch, skip_unseen, within_length
+from kvpack.kernels.tiles.work import POSITION_BIAS, limit_to_length, load_tiles, load_work, prefetch, skip_unseen
 
-from .means import load_means, multiply_pages
+from .means import load_means, multiply_page_means
 from .patches import begin_patches, load_patches, next_patches
 from .queries import load_queries, relative_to, with_scale
 from .scores import DecodeConstants, VisibleTokens, score
@@ -92,11 +92,11 @@ def attend_split(
     ``work_table`` is int64 ``[item, WORK_ROW]`` (``work.load_work``), and ``iota`` is int16 0, 1, 2, ... for ``load_column_fields``.
     ``k_table`` and ``v_table`` are float16 ``[table, entry, value]``. ``q``, float32 ``[batch, head, column, row]``, and ``scales``,
     float32 ``[batch, head, row]``, are padded to whole row blocks. If keys have means, ``mean_q`` is the query for
-    ``means.multiply_pages``. Without ``FAST``, ``products`` has room for each program's products with page means, float32 ``[program, page,
-    row]``. The outputs are ``sums_out``, float32 ``[batch, head, row, part, column]``, and ``largest_out`` and ``total_out``, ``[batch,
-    head, row, part]``. With ``LENGTHS``, ``lengths``, int32 ``[batch]``, contains the sequence lengths; ``position`` is the position of the
-    first query in a sequence of full length. With ``CUT``, the kernel skips the tokens before a sequence's windows and, unless ``starts``
-    is None, before its entry in ``starts``, int32 ``[batch]``.
+    ``means.multiply_page_means``. Without ``FAST``, ``products`` has room for each program's products with page means, float32
+    ``[program, page, row]``. The outputs are ``sums_out``, float32 ``[batch, head, row, part, column]``, and ``largest_out`` and
+    ``total_out``, ``[batch, head, row, part]``. With ``LENGTHS``, ``lengths``, int32 ``[batch]``, contains the sequence lengths;
+    ``position`` is the position of the first query in a sequence of full length. With ``CUT``, the kernel skips the tokens before a
+    sequence's windows and, unless ``starts`` is None, before its entry in ``starts``, int32 ``[batch]``.
 
     Without ``WHOLE_TILES``, all tiles of all work items are masked, so that there is one loop to compile instead of two. With ``LATE``,
     values are loaded only after the scores of their tokens are computed, to save registers. With ``PREFETCH``, the rows of the next tokens
@@ -139,7 +139,7 @@ def attend_split(
     if LENGTHS:
         length = tl.minimum(tl.load(lengths + batch), position + q_len)
         position = length - q_len
-        work, skipped = within_length(work, length, position, ahead, window, SPAN, TILES)
+        work, skipped = limit_to_length(work, length, position, ahead, window, SPAN, TILES)
     start = None
     if CUT:
         first = position - window + 1
@@ -187,7 +187,7 @@ def attend_split(
     if K.means is not None:
         padded = row_blocks * BLOCK
         mean_q = mean_q.to(tl.pointer_type(tl.float16)) + (sequence.to(tl.int64) * 2 * padded + block * BLOCK) * MEANS.dim
-        multiply_pages(
+        multiply_page_means(
             products, mean_q, loaded_means, work.means.streams, first_page, no_page, pages, padded, MEANS, BLOCK, WARPS, FAST,
         )  # fmt: skip
     if TABLES.nbytes or PATCHES or K.means is not None:

@@ -382,7 +382,7 @@ def _describe_sidecars(codec: CodecWithSidecars) -> CodecDescription | None:
     if codec.frame_parts:
         struct.outlier_stream = len(streams)
         streams += [OUTLIER_FIRST, OUTLIER_CHUNKS]
-    if codec.whole_tokens:
+    if codec.raw_token_sidecars:
         struct.patch_stream = len(streams)
         streams += [RAW_ENTRY, RAW_ENTRIES]
     struct.streams = len(streams)

@@ -56,7 +56,7 @@ def stream_locations(codec: Codec, heads: int, tokens: int, offsets: Mapping[str
     return result
 
 
-class Encoder:
+class PageEncoder:
     """Encoder for the values of ``layers`` layers of a page. In the packed row, consecutive layers are ``stride`` bytes apart."""
 
     def __init__(
@@ -109,7 +109,7 @@ def supports_encoding(codec: Codec, dtype: torch.dtype) -> bool:
     return dtype in encode.DTYPES and encode.encodes_in_one_call(codec) and encode.supports(codec)
 
 
-class Decoder:
+class PageDecoder:
     """Decoder for the values of ``layers`` layers of a page. In the packed row, consecutive layers are ``stride`` bytes apart."""
 
     def __init__(

@@ -268,7 +268,7 @@ def _raw_token_streams(stretch: Stretch, batch: int) -> dict[str, torch.Tensor] 
     entry_indices = torch.full((batch, 1, int(stretch.ends[-1])), -1, dtype=torch.int32, device="cpu")
     entries, first = [], 0
     # If several sidecars store a token, the last one's value counts.
-    for tokens in codec.whole_tokens:
+    for tokens in codec.raw_token_sidecars:
         (token, sequence), values = tokens.token_positions(stretch.streams), tokens.kept_values(stretch.streams)
         if len(token) != len(values):
             return None

@@ -9,7 +9,7 @@ import torch
 from kvpack.formats.balanced import FrameMap
 from kvpack.formats.base import Codec
 from kvpack.formats.channel_scale import ChannelScale, factors
-from kvpack.formats.sidecar import WholeTokens
+from kvpack.formats.sidecar import RawTokenSidecar
 from kvpack.formats.sidecars import CodecWithSidecars
 
 from . import library, rotations, sides
@@ -45,7 +45,7 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
     else:
         _unpack_balanced(side, parts, balanced, out, threads, level)
     if isinstance(codec, CodecWithSidecars):
-        for tokens in codec.whole_tokens:
+        for tokens in codec.raw_token_sidecars:
             _write_raw_tokens(side, tokens, out)
     return True
 
@@ -84,7 +84,7 @@ def _channel_scales(codec: Codec, page: Any) -> torch.Tensor | None:
     return factors(page.streams).contiguous()
 
 
-def _write_raw_tokens(side: Side, tokens: WholeTokens, out: torch.Tensor) -> None:
+def _write_raw_tokens(side: Side, tokens: RawTokenSidecar, out: torch.Tensor) -> None:
     """Write the stored values of raw tokens to ``out``, because C code receives only their rotated values."""
     start = 0
     for stretch in side.runs.stretches:

@@ -22,7 +22,7 @@ from .rows import EnginePages, PackedPart, PreparedDecode, as_float32
 _MAX_ANGLES = tl.constexpr(MAX_ANGLES)
 
 
-class LevelSymbols(NamedTuple):
+class LevelLocation(NamedTuple):
     """Location of one level's angles: the index of their code stream, and the index of the level's first angle in that stream."""
 
     stream: int
@@ -32,11 +32,11 @@ class LevelSymbols(NamedTuple):
 class PolarConstants(NamedTuple):
     """Compile-time constants of a polar codec.
 
-    They are the code packings, the ``LevelSymbols``, the number of radii per token, and the index of the stream of radii.
+    They are the code packings, the ``LevelLocation``, the number of radii per token, and the index of the stream of radii.
     """
 
     codes: tuple[CodeStream, ...]
-    levels: tuple[LevelSymbols, ...]
+    levels: tuple[LevelLocation, ...]
     radii: int
     stream: int
 
@@ -48,7 +48,7 @@ def prepare(
 
     Float32 values equal those of ``Polar.decode_frame`` bit for bit.
     """
-    levels = _level_symbols(codec)
+    levels = _level_locations(codec)
     if levels is None:
         return None
     constants = PolarConstants(code_streams(codec), levels, codec.radii, len(codec.row_layouts) - 1)
@@ -56,15 +56,15 @@ def prepare(
     return prepare_rows(codec, packed, out, rotated, pages, TileDecoder(_decode_polar, constants), directions, min_channels=2)
 
 
-def _level_symbols(codec: Polar) -> tuple[LevelSymbols, ...] | None:
-    """Return the ``LevelSymbols`` of each level, or None if some level does not pair all of its radii."""
+def _level_locations(codec: Polar) -> tuple[LevelLocation, ...] | None:
+    """Return the ``LevelLocation`` of each level, or None if some level does not pair all of its radii."""
     result, radii = [], codec.dim
     for stream, levels in enumerate(codec.stream_levels.values()):
         first = 0
         for level in levels:
             if 2 * level.angles != radii or len(level.pairs) > 1:
                 return None
-            result.append(LevelSymbols(stream, first))
+            result.append(LevelLocation(stream, first))
             first, radii = first + level.angles, level.angles
     return tuple(result)
 

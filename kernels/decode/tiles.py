@@ -25,7 +25,7 @@ from kvpack.kernels.bitpack.bitfields import load_column_fields
 from kvpack.kernels.loaders.tiles import Tiles
 from kvpack.kernels.tables import shared_table
 from kvpack.kernels.tiles import addresses, device_tables, loaders
-from kvpack.kernels.tiles.bound_loader import Mode, RowStream, bind
+from kvpack.kernels.tiles.bound_loader import LoadMode, RowStream, bind
 from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
 from kvpack.kernels.tiles.shapes import table_budget
 from kvpack.kernels.tiles.work import STREAM_INTEGERS, Rows, load_tiles, stream_pointers
@@ -208,7 +208,7 @@ def _launch(
         (blocks * batch * heads, 1, 1),
         arguments,
         {
-            "SIDE": bind(tiles, Mode(table_offsets[0], False, fast), None, streams, whole_tiles), "TABLES": shared, "WARPS": WARPS,
+            "SIDE": bind(tiles, LoadMode(table_offsets[0], False, fast), None, streams, whole_tiles), "TABLES": shared, "WARPS": WARPS,
             "TOKENS": tokens, "WORK_ROW": FIRST_ADDRESS.value + STREAM_INTEGERS.value * len(streams), "FACTORS": factors, "FAST": fast,
         },
         {"num_warps": WARPS},

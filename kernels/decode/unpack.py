@@ -28,7 +28,7 @@ from kvpack.kernels.gpu import gpu
 from kvpack.kernels.tables import shared_table
 from kvpack.kernels.tables.table_assembly import MAX_STATIC_BYTES
 from kvpack.kernels.tiles import addresses, device_tables, frame_columns
-from kvpack.kernels.tiles.bound_loader import Mode, RowStream, bind
+from kvpack.kernels.tiles.bound_loader import LoadMode, RowStream, bind
 from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
 from kvpack.kernels.tiles.work import STREAM_INTEGERS, Rows, load_tiles
 from kvpack.kernels.triton_internals import CachedLaunch
@@ -203,8 +203,9 @@ def _launch(
         (blocks * batch * heads, matrix.shape[1] // shape.channels, 1),
         arguments,
         {
-            "SIDE": bind(loader, Mode(table_offsets[0], False, fast), None, streams, whole_tiles), "TABLES": shared, "WARPS": shape.warps,
-            "TOKENS": tokens, "WORK_ROW": tiles.FIRST_ADDRESS.value + STREAM_INTEGERS.value * len(streams), "DIM": codec.dim,
+            "SIDE": bind(loader, LoadMode(table_offsets[0], False, fast), None, streams, whole_tiles), "TABLES": shared,
+            "WARPS": shape.warps, "TOKENS": tokens, "WORK_ROW": tiles.FIRST_ADDRESS.value + STREAM_INTEGERS.value * len(streams),
+            "DIM": codec.dim,
             "PAD": matrix.shape[1], "CHANNELS": shape.channels, "JOINED": shape.joined, "SIZE": size, "SCALED": scaled, "MEAN": mean_tokens,
             "FAST": fast,
         },

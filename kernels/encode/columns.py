@@ -134,7 +134,7 @@ def _place_values(packing: Columns, term: Term, symbols: int) -> list[list[int]]
 
 
 @triton.constexpr_function
-def _limbs(streams: tuple[StreamPacking, ...], index: int) -> int:
+def _limb_count(streams: tuple[StreamPacking, ...], index: int) -> int:
     return streams[index].limbs
 
 
@@ -154,7 +154,7 @@ def empty_columns(STREAMS: tl.constexpr, BLOCK_TOKENS: tl.constexpr) -> tl.tuple
     """Return zeros for the sums of all streams, float32 ``[token, column]`` per limb."""
     sums = ()
     for stream in tl.static_range(len(STREAMS)):
-        for _ in tl.static_range(_limbs(STREAMS, stream)):
+        for _ in tl.static_range(_limb_count(STREAMS, stream)):
             sums = sums + (_empty_sum(constant_at(STREAMS, stream), BLOCK_TOKENS),)
     return sums
 
@@ -175,7 +175,7 @@ def add_digits(
     """
     added = ()
     for stream in tl.static_range(len(STREAMS)):
-        for limb in tl.static_range(_limbs(STREAMS, stream)):
+        for limb in tl.static_range(_limb_count(STREAMS, stream)):
             added = added + (_add_limb(sums, digits, place_values, limb, first, COUNT, SYMBOLS, constant_at(STREAMS, stream)),)
     return added
 

@@ -59,7 +59,7 @@ def encode(codec: Scalar, x: torch.Tensor, output: Output) -> bool:
         tables += [table_bounds(high, x.device), table_values(high, x.device), _high_channels(codec.channel_sets, symbols, x.device)]
     constants = ScalarConstants(create_norms(codec, tables, x.device), 1 << codec.bits - 1, (1 << codec.bits_high) // 2)
     if codec.rounding == "scaled":
-        quantizer = Quantizer(_quantize_scaled, constants, _begin_scaled, end_norms, measure=_measure, decide=_decide)
+        quantizer = Quantizer(_quantize_scaled, constants, _begin_scaled, end_norms, measure=_measure, decide=_choose_scale)
     else:
         quantizer = Quantizer(_quantize, constants, begin_norms, end_norms)
     return encode_rows(
@@ -143,7 +143,7 @@ def _measure(
 
 
 @triton.jit
-def _decide(state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
+def _choose_scale(state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
     """Return the state with the scale that gives the smallest angle, and the sums for this scale. The first scale wins ties."""
     numbers = tl.arange(0, _COUNT)[None, :]
     scales = tl.zeros_like(state.product) + _SCALES[0]

@@ -17,7 +17,7 @@ from kvpack.kernels.bitpack.streams import Stream
 from kvpack.kernels.bitpack.tile_layout import second_token_offset
 from kvpack.kernels.tables.table_assembly import MATRIX_ALIGNMENT
 
-from .tiles import PageMeans, Tiles
+from .tiles import PageMeanConstants, Tiles
 
 PRODUCT_BYTES = 64
 """Number of bytes of shared memory per page, for the products of its mean with up to 16 query rows."""
@@ -26,7 +26,7 @@ PRODUCT_BYTES = 64
 def with_means(tiles: Tiles, key_mean: KeyMean) -> Tiles:
     """Return the loader ``tiles`` of a key codec, extended by the page means of ``key_mean``."""
     streams = Stream(CODES, 8, key_mean.dim * key_mean.bits // 8, key_mean.tokens), Stream(SCALE, 16, 1, key_mean.tokens)
-    means = PageMeans(key_mean.tokens, key_mean.dim, key_mean.bits, streams)
+    means = PageMeanConstants(key_mean.tokens, key_mean.dim, key_mean.bits, streams)
     return replace(tiles, means=means, keys=None if tiles.keys is None else replace(tiles.keys, means=means))
 
 

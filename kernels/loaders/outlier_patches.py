@@ -19,7 +19,7 @@ from triton import language as tl
 from kvpack.kernels.bitpack.tile_layout import broadcast_columns, broadcast_tokens
 
 if TYPE_CHECKING:
-    from .tiles import Outliers
+    from .tiles import OutlierConstants
 
 GRANULE = tl.constexpr(32)
 """Number of tokens in a granule. The entries of a granule are sorted by token."""
@@ -91,7 +91,7 @@ def _swizzle(position: tl.tensor) -> tl.tensor:
 
 
 @triton.constexpr_function
-def _store_ptx(first: int, tokens: int, transposed: bool, constants: Outliers) -> str:
+def _store_ptx(first: int, tokens: int, transposed: bool, constants: OutlierConstants) -> str:
     """Return PTX that stores the four values of an entry in its token's row. Columns outside the patch are skipped.
 
     The patch begins with tile ``first``. If columns are in channel order, the entry contains only the column of its first value, and the
@@ -254,12 +254,12 @@ def _compute_tile(
 
 
 @triton.constexpr_function
-def has_channel_order(constants: Outliers) -> bool:
+def has_channel_order(constants: OutlierConstants) -> bool:
     return constants.components is None
 
 
 @triton.constexpr_function
-def tiles_per_patch(constants: Outliers) -> int:
+def tiles_per_patch(constants: OutlierConstants) -> int:
     """Return the number of tiles per patch. Without patches, return the number of all tiles."""
     return constants.together or constants.tiles
 

@@ -30,7 +30,7 @@ from .outlier_patches import (
     tiles_per_patch,
     write_patch,
 )
-from .tiles import Outliers, Tiles
+from .tiles import OutlierConstants, Tiles
 
 BOUNDS, PLACES, VALUES, POWER, COLUMNS = "outlier_bounds", "outlier_places", "outlier_values", "outlier_power", "outlier_columns"
 """Names of derived streams: the first entry of each granule of tokens, what ``pack_entries`` returns, and ``column_stream``."""
@@ -62,7 +62,7 @@ def with_outliers(tiles: Tiles) -> Tiles:
         max_tokens_per_tile=min(tiles.max_tokens_per_tile, 32),
         loads_ahead=False,
         keys=None,
-        outliers=Outliers(len(tiles.streams), len(tiles.channels), width, None if in_order else components),
+        outliers=OutlierConstants(len(tiles.streams), len(tiles.channels), width, None if in_order else components),
     )
 
 

@@ -24,7 +24,7 @@ APART, NEIGHBORS = 1, 2
 """Arrangements of the two tokens in tile rows: all second tokens after all first tokens, or each second token after its first token."""
 
 
-class PageMeans(NamedTuple):
+class PageMeanConstants(NamedTuple):
     """Constants for pages of ``tokens`` tokens that share a mean key. A mean has ``dim`` channels of ``bits`` bits each.
 
     ``streams`` are the streams of codes and of scales. ``whole`` is True if each warp's tile is within one page. A program has at most
@@ -39,7 +39,7 @@ class PageMeans(NamedTuple):
     pages: int = 0
 
 
-class Outliers(NamedTuple):
+class OutlierConstants(NamedTuple):
     """Constants for outliers in ``tiles`` tiles of ``width`` columns each. ``first_stream`` is the index of the outliers' first stream.
 
     ``components`` lists, for each tile, which of an entry's four values may have their column in the tile. It is None if columns are in
@@ -125,9 +125,9 @@ class Tiles:
     """Dtype of tiles: fp16, or the dtype of raw values. Without inline PTX, bf16 is widened to fp32."""
     signs: tuple[Any, ...] | None = None
     """Constants for the signs of sidecar qjl, or None. The tiles of signs are the last tiles."""
-    means: PageMeans | None = None
+    means: PageMeanConstants | None = None
     """Constants for the page means of sidecar key_mean, or None. Only keys have page means."""
-    outliers: Outliers | None = None
+    outliers: OutlierConstants | None = None
     """Constants for the outliers of sidecar outliers, or None."""
 
     @property

@@ -30,7 +30,7 @@ Offsets = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 _STREAMS = {**DTYPES, "U8": torch.uint8, "U16": torch.uint16}
 
 
-class Layers:
+class LayerTensors:
     """The tensors of consecutive layers, ``[slot, kv_head, token, dim]`` each, with arbitrary strides."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -68,19 +68,19 @@ class PageSide:
     """
 
     def __init__(self, codec: Codec, layers: Sequence[torch.Tensor], offsets: Mapping[str, int], stride: int) -> None:
-        self.codec, self.layers, self.stride = codec, Layers(layers), stride
+        self.codec, self.layers, self.stride = codec, LayerTensors(layers), stride
         self.streams = []
         """Name, dtype, offset (in values of that dtype), shape and strides of each stream."""
         for name, layout in codec.layout(1, *layers[0].shape[1:3]).items():
             dtype = _STREAMS[layout.dtype]
             self.streams.append((name, dtype, offsets[name] // dtype.itemsize, layout.shape, layout.strides))
 
-    def offsets(self, job: PageJob) -> Offsets | None:
-        """Return the offsets of all pages of ``job`` and layers, as ``Layers.offsets`` does."""
-        return self.layers.offsets(job.slots, job.rows.stride(0), self.stride)
+    def offsets(self, batch: PageBatch) -> Offsets | None:
+        """Return the offsets of all pages of ``batch`` and layers, as ``LayerTensors.offsets`` does."""
+        return self.layers.offsets(batch.slots, batch.rows.stride(0), self.stride)
 
 
-class PageJob(NamedTuple):
+class PageBatch(NamedTuple):
     """Pages to convert: their ``slots``, their ``rows``, uint8 ``[page, byte]`` on the same device, and their ``status``, int32 ``[page]``.
 
     Encoders set the status of pages that they do not encode, and decoders skip pages with a nonzero status.
@@ -96,14 +96,14 @@ def supports_rows(rows: torch.Tensor) -> bool:
     return not (rows.data_ptr() % STREAM_ALIGNMENT or rows.stride(0) % STREAM_ALIGNMENT or rows.stride(1) != 1)
 
 
-def encode(side: PageSide, job: PageJob, errors: torch.Tensor | None = None) -> bool:
-    """Encode the values of ``side``, and write the streams to all rows of ``job``. Returns False if the kernels do not support the call.
+def encode(side: PageSide, batch: PageBatch, errors: torch.Tensor | None = None) -> bool:
+    """Encode the values of ``side``, and write the streams to all rows of ``batch``. Returns False if the kernels do not support the call.
 
     Unless ``errors`` is None, the relative error of each token is written to it, float32 ``[page and layer, kv_head, token]``.
     """
     codec, first = side.codec, side.layers.first
-    streams = _streams(side, job)
-    moves = side.offsets(job)
+    streams = _streams(side, batch)
+    moves = side.offsets(batch)
     if moves is None:
         return False
     x = first[:1].expand(len(moves), *first.shape[1:])
@@ -115,46 +115,46 @@ def encode(side: PageSide, job: PageJob, errors: torch.Tensor | None = None) -> 
     row = first.shape[3] * first.element_size()
     if encoder is None or row > MAX_ROW_BYTES or first.dtype not in DTYPES.values() or not gpu(first.device).multiplies_bf16:
         return False
-    return encoder(codec, x, create_output(codec, streams, job.status, origins, errors))
+    return encoder(codec, x, create_output(codec, streams, batch.status, origins, errors))
 
 
-def decode(side: PageSide, job: PageJob) -> bool:
-    """Decode the streams of ``side`` in all rows of ``job`` with status 0. Returns False if the kernels do not support the call."""
+def decode(side: PageSide, batch: PageBatch) -> bool:
+    """Decode the streams of ``side`` in all rows of ``batch`` with status 0. Returns False if the kernels do not support the call."""
     codec, first = side.codec, side.layers.first
-    streams = _streams(side, job)
-    moves = side.offsets(job)
+    streams = _streams(side, batch)
+    moves = side.offsets(batch)
     if moves is None:
         return False
     if _stores_unchanged(codec, first.dtype):
         x = first[:1].expand(len(moves), *first.shape[1:])
-        copy(x, next(iter(streams.values())), _batch_offsets(moves, first), job.status)
+        copy(x, next(iter(streams.values())), _batch_offsets(moves, first), batch.status)
         return True
     if first.dtype not in DTYPES.values():
         return False
-    pages = EnginePages(moves[:, [1, 0, 2]], job.status)
+    pages = EnginePages(moves[:, [1, 0, 2]], batch.status)
     return decoding.decode_into(codec, [PackedPart(streams, first.shape[2], 0)], first[:1], True, pages)
 
 
-def gather(layers: Layers, slots: Sequence[int], pages: torch.Tensor) -> None:
+def gather(layers: LayerTensors, slots: Sequence[int], pages: torch.Tensor) -> None:
     """Copy the values in ``slots`` to ``pages`` ``[page and layer, ...]``. Pages must be a multiple of ``STREAM_ALIGNMENT`` bytes apart."""
     _copy_pages(layers, slots, pages, None)
 
 
-def scatter(layers: Layers, slots: Sequence[int], pages: torch.Tensor, status: torch.Tensor) -> None:
+def scatter(layers: LayerTensors, slots: Sequence[int], pages: torch.Tensor, status: torch.Tensor) -> None:
     """Copy ``pages`` back to ``slots``, except pages with a nonzero ``status``, int32 ``[page]``. This is the reverse of ``gather``."""
     _copy_pages(layers, slots, pages, status)
 
 
-def norms(layers: Layers, slots: Sequence[int]) -> torch.Tensor:
+def norms(layers: LayerTensors, slots: Sequence[int]) -> torch.Tensor:
     """Return the norm of each token of the pages in ``slots``, float32 ``[page and layer, kv_head, token]``."""
     first, moves = layers.first, layers.offsets(slots, 0, 0)
     if moves is not None:
         return token_norms(first[:1].expand(len(moves), *first.shape[1:]), _batch_offsets(moves, first))
-    each = [norms(Layers([tensor]), slots) for tensor in layers.tensors]
+    each = [norms(LayerTensors([tensor]), slots) for tensor in layers.tensors]
     return torch.stack(each, 1).flatten(0, 1)
 
 
-def _copy_pages(layers: Layers, slots: Sequence[int], pages: torch.Tensor, status: torch.Tensor | None) -> None:
+def _copy_pages(layers: LayerTensors, slots: Sequence[int], pages: torch.Tensor, status: torch.Tensor | None) -> None:
     step = pages.stride(0) * pages.element_size()
     every = len(layers.tensors) * step
     moves = layers.offsets(slots, every, step)
@@ -162,7 +162,7 @@ def _copy_pages(layers: Layers, slots: Sequence[int], pages: torch.Tensor, statu
         copy(layers.first[:1].expand(len(moves), *layers.first.shape[1:]), pages, _batch_offsets(moves, layers.first), status)
         return
     for number, tensor in enumerate(layers.tensors):
-        moves = Layers([tensor]).offsets(slots, every, step)
+        moves = LayerTensors([tensor]).offsets(slots, every, step)
         assert moves is not None
         copy(tensor[:1].expand(len(moves), *tensor.shape[1:]), pages[number:], _batch_offsets(moves, tensor), status)
 
@@ -177,9 +177,9 @@ def _batch_offsets(moves: Offsets, x: torch.Tensor) -> BatchOffsets:
     return BatchOffsets(copy_to_device(moves, x.device), aligned)
 
 
-def _streams(side: PageSide, job: PageJob) -> dict[str, torch.Tensor]:
-    """Return the streams of the first layer as views of the first row of ``job``."""
-    row = job.rows[0, : job.rows.shape[1] // STREAM_ALIGNMENT * STREAM_ALIGNMENT]
+def _streams(side: PageSide, batch: PageBatch) -> dict[str, torch.Tensor]:
+    """Return the streams of the first layer as views of the first row of ``batch``."""
+    row = batch.rows[0, : batch.rows.shape[1] // STREAM_ALIGNMENT * STREAM_ALIGNMENT]
     as_dtype: dict[torch.dtype, torch.Tensor] = {}
     result = {}
     for name, dtype, begin, shape, strides in side.streams:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvpack.kernels.triton_internals import code_key
 
 if TYPE_CHECKING:
-    from kvpack.kernels.loaders.tiles import Outliers, PageMeans, Tiles
+    from kvpack.kernels.loaders.tiles import OutlierConstants, PageMeanConstants, Tiles
     from kvpack.kernels.tables.shared_tables import SharedTable
 
 
@@ -23,7 +23,7 @@ class RowStream(NamedTuple):
     tokens: int
 
 
-class Mode(NamedTuple):
+class LoadMode(NamedTuple):
     """Options of a loader for reading and decoding rows.
 
     ``shared`` describes its lookup table. Tiles are ``[warp, token, column]``, or ``[warp, column, token]`` if ``transposed``. ``fast``
@@ -51,9 +51,9 @@ class BoundLoader(NamedTuple):
     constants: Any
     steps: int
     signs: Any
-    means: PageMeans | None
-    outliers: Outliers | None
-    mode: Mode
+    means: PageMeanConstants | None
+    outliers: OutlierConstants | None
+    mode: LoadMode
     streams: tuple[RowStream, ...]
     stream_widths: tuple[int, ...]
     widths: tuple[int, ...]
@@ -75,11 +75,11 @@ class BoundLoader(NamedTuple):
 
 def bind(
     tiles: Tiles,
-    mode: Mode,
-    outliers: Outliers | None,
+    mode: LoadMode,
+    outliers: OutlierConstants | None,
     streams: tuple[RowStream, ...],
     whole: bool,
-    means: PageMeans | None = None,
+    means: PageMeanConstants | None = None,
 ) -> BoundLoader:
     """Bind the loader ``tiles`` to ``streams``.
 

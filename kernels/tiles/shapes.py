@@ -9,7 +9,7 @@ from kvpack.kernels.tables.table_assembly import MAX_STATIC_BYTES
 
 if TYPE_CHECKING:
     from kvpack.kernels.bitpack.streams import Stream
-    from kvpack.kernels.loaders.tiles import Outliers, Tiles
+    from kvpack.kernels.loaders.tiles import OutlierConstants, Tiles
 
 MIN_LARGE_TABLE_BYTES = 32 << 10
 """Size of shared tables, in bytes, above which few programs fit on a multiprocessor, so that more warps should share each table."""
@@ -134,7 +134,7 @@ def table_budget(k: Tiles, v: Tiles) -> int:
     return MAX_STATIC_BYTES
 
 
-def plan_patches(k: Tiles, v: Tiles, shape: LaunchShape, table_bytes: int) -> tuple[Outliers | None, Outliers | None, int]:
+def plan_patches(k: Tiles, v: Tiles, shape: LaunchShape, table_bytes: int) -> tuple[OutlierConstants | None, OutlierConstants | None, int]:
     """Return the outlier constants of keys and of values (None without outliers), and the number of bytes for the patches of all warps.
 
     A patch contains as many tiles as fit in the shared memory of a program, next to tables of ``table_bytes`` bytes. If not even one tile

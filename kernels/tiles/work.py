@@ -92,7 +92,7 @@ def _pointer(at: tl.tensor, batch: tl.tensor, head: tl.tensor, BITS: tl.constexp
 
 
 @triton.jit
-def within_length(
+def limit_to_length(
     work: tl.tuple,
     length: tl.tensor,
     position: tl.tensor,

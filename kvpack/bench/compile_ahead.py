@@ -59,7 +59,7 @@ QUERIES, STEP_TOKENS = 512, 128
 """Number of queries of a prompt, and number of tokens that a live cache packs together."""
 
 
-class Shape(NamedTuple):
+class ModelShape(NamedTuple):
     """The shape of a model: numbers of layers, query heads and KV heads, and the head dim."""
 
     layers: int = 1
@@ -115,7 +115,7 @@ def _library_outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
     return q.new_empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
-def calls_to_compile(recipe: kvpack.Recipe, shape: Shape = Shape()) -> dict[str, Callable[[], object]]:  # noqa: B008
+def calls_to_compile(recipe: kvpack.Recipe, shape: ModelShape = ModelShape()) -> dict[str, Callable[[], object]]:  # noqa: B008
     """Return functions to call in ``collect_kernels``, by name. Each calls kvpack with caches of ``shape`` packed with ``recipe``."""
     pairs = {tokens: random_pairs(shape, tokens) for tokens in TOKENS}
     caches = {tokens: kvpack.pack(layers, recipe) for tokens, layers in pairs.items()}
@@ -134,14 +134,14 @@ def calls_to_compile(recipe: kvpack.Recipe, shape: Shape = Shape()) -> dict[str,
     return result
 
 
-def random_pairs(shape: Shape, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def random_pairs(shape: ModelShape, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator("cpu").manual_seed(0)
     size = 2, 1, shape.heads, tokens, shape.dim
     x = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(torch.bfloat16)
     return [(x[0], x[1])] * shape.layers
 
 
-def _zero_queries(shape: Shape, count: int) -> torch.Tensor:
+def _zero_queries(shape: ModelShape, count: int) -> torch.Tensor:
     return torch.zeros(1, shape.q_heads, count, shape.dim, dtype=torch.bfloat16, device="cpu")
 
 
@@ -156,7 +156,7 @@ def _pack_quietly(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], recipe: kv
         kvpack.pack(pairs, recipe)
 
 
-def _run_live_steps(cache: kvpack.Cache, shape: Shape) -> None:
+def _run_live_steps(cache: kvpack.Cache, shape: ModelShape) -> None:
     """Append tokens to a live cache and attend to them: first single tokens, then many, which are packed."""
     live = kvpack.LiveCache.of(cache)
     for tokens in (1, 1, 1, STEP_TOKENS):
@@ -179,7 +179,7 @@ def _check_streams(sides: Sequence[Side]) -> None:
                 dispatch.check_chunks(side.codec, streams, "")
 
 
-def parse(recipe: str, shape: Shape, basis: Basis | None = None) -> kvpack.Recipe:
+def parse(recipe: str, shape: ModelShape, basis: Basis | None = None) -> kvpack.Recipe:
     """Parse ``recipe``. If it names a synthetic basis, this basis is used. Otherwise, a recipe that needs a basis uses ``basis``."""
     text, synthetic = synthetic_basis.resolve_recipe(recipe, shape.heads, (shape.dim, shape.dim))
     parsed = kvpack.Recipe(text)
@@ -188,7 +188,7 @@ def parse(recipe: str, shape: Shape, basis: Basis | None = None) -> kvpack.Recip
 
 def run(
     recipes: Sequence[str],
-    shape: Shape,
+    shape: ModelShape,
     basis: Basis | None = None,
     capability: int | None = None,
     processes: int | None = None,

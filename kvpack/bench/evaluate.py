@@ -12,7 +12,7 @@ import torch
 
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.evaluation.models import Text, check_size, ids_per_window, position_limit, tokenize, window, window_starts
-from kvpack.evaluation.windows import PASS_TOKENS, Comparison, RecipeResult, measure, read_forgotten, read_uncompressed
+from kvpack.evaluation.windows import PASS_TOKENS, Comparison, RecipeResult, evaluate_forgotten, evaluate_uncompressed, measure
 from kvpack.formats.arguments import as_integer, check_callback, describe
 from kvpack.formats.errors import InvalidParameter, InvalidType
 from kvpack.identity.fingerprint import dtype_text, model_name
@@ -214,9 +214,9 @@ def _measure(
         path = os.path.join(folder, "window.kvpack")
         for number, (text, start) in enumerate(windows):
             ids = window(text, start, ids_per_window(sizes["tokens"], text)).to(device)
-            exact = read_uncompressed(model, ids, sizes["score"])
+            exact = evaluate_uncompressed(model, ids, sizes["score"])
             exact_losses.append(exact.loss)
-            forgotten.append(read_forgotten(model, exact))
+            forgotten.append(evaluate_forgotten(model, exact))
             for done, (recipe, rows) in enumerate(zip(recipes.values(), measured, strict=True), 1):
                 if progress:
                     progress(number * (1 + len(recipes)) + done, steps)

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from kvpack import cache_names
 from kvpack.coding.recipes import Recipe
-from kvpack.evaluation.windows import UncompressedResult, divergences, packed_file, prefill, read_packed, uncompressed_cache
+from kvpack.evaluation.windows import UncompressedResult, divergences, evaluate_packed, packed_file, prefill, uncompressed_cache
 
 PROMPT = 256
 """Number of prompt tokens."""
@@ -61,7 +61,7 @@ def measure_generation(model: Any, exact: UncompressedResult, recipe: str | Reci
 
     Returns the effect of the recipe.
     """
-    result = read_packed(model, exact, packed_file(exact.first, recipe, path), step).log_probabilities
+    result = evaluate_packed(model, exact, packed_file(exact.first, recipe, path), step).log_probabilities
     losses = divergences(exact.log_probabilities, result)
     numbers = torch.Generator().manual_seed(seed)
     drawn = torch.cat([_sample_token(row[None], numbers) for row in result])

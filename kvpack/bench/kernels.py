@@ -118,7 +118,7 @@ def run(
     for recipe in recipes or ():
         synthetic_basis.check(recipe)
     if out is not None:
-        quality_plot.library()
+        quality_plot.import_figure_module()
     if not torch.cuda.is_available():
         raise InvalidParameter("this benchmark needs a CUDA device, but PyTorch finds none: run it on a machine that has one")
     lengths = [("", SWEEP._replace(tokens=tokens)) for tokens in SWEEP_TOKENS] if sweep else []
@@ -228,9 +228,9 @@ def _recipe_row(q: torch.Tensor, kv: list[torch.Tensor], recipe: str) -> dict[st
 def _after_rotation(q: torch.Tensor, layer: Layer) -> Callable[[], object]:
     """Return a function that launches only the kernels that follow the query's rotation: the split kernels and the merge."""
     from kvpack.kernels.attend import attention
-    from kvpack.kernels.attend.prepared import Options
+    from kvpack.kernels.attend.prepared import AttendOptions
 
-    return attention.prepare(q, layer, Options(q.shape[-1] ** -0.5)).after_rotation(q)
+    return attention.prepare(q, layer, AttendOptions(q.shape[-1] ** -0.5)).after_rotation(q)
 
 
 def _copy_count(size: int) -> int:
@@ -264,7 +264,7 @@ def _write_report(report: dict[str, Any], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "kernels.json").write_text(json.dumps(report, indent=2) + "\n")
         if report["sweep"]:
-            kernels_plot.draw(report, folder / "kernels")
+            kernels_plot.save_plot(report, folder / "kernels")
     except OSError as error:
         raise WriteFailed(f"{error.filename}: could not be written: {error.strerror}") from None
 

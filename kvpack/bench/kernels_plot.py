@@ -18,11 +18,11 @@ _MAX_WHITE = 0.45
 OWN_BF16 = "bf16"
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
+def save_plot(report: dict[str, Any], path: Path) -> None:
     """Write the plot to ``path`` with the suffixes .png and .svg. Raises MissingPackage if matplotlib is not installed, and OSError if a
     file cannot be written.
     """
-    figure = quality_plot.library().Figure(figsize=_SIZE, dpi=200, layout="constrained")
+    figure = quality_plot.import_figure_module().Figure(figsize=_SIZE, dpi=200, layout="constrained")
     sweep = report["sweep"]
     tokens = [table["tokens"] for table in sweep]
     times, ratios = figure.subplots(1, 2)

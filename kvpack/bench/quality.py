@@ -43,11 +43,11 @@ from kvpack.evaluation.windows import (
     Bf16Cache,
     Comparison,
     RecipeResult,
+    evaluate_forgotten,
+    evaluate_uncompressed,
     measure,
     packed_file,
     prefill,
-    read_forgotten,
-    read_uncompressed,
     uncompressed_cache,
 )
 from kvpack.formats.errors import InvalidParameter, WriteFailed
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
     from kvpack.coding.encoding import Progress
 
-__all__ = ["RECIPES", "Settings", "run", "show"]
+__all__ = ["RECIPES", "QualitySettings", "run", "show"]
 
 RECIPES = ("fp8", "nvfp4", "kvpack-4", "octopus-3", "kvpack-3", "kvpack-2")
 """Default recipes: engines' formats, kvpack's own, and one from a paper. Together with CALIBRATED, they take 15 minutes on two cores."""
@@ -92,7 +92,7 @@ _MIN_BYTES = needles.LINES * needles.LINE_BYTES * 2 + needles.QUESTION_TOKENS
 
 
 @dataclass(frozen=True)
-class Settings:
+class QualitySettings:
     """Settings of a measurement. None selects the default, or the limit of the model and the text if that is smaller.
 
     Attributes:
@@ -126,7 +126,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class _MeasuredSizes:
-    """The sizes of ``Settings``, with defaults and limits applied."""
+    """The sizes of ``QualitySettings``, with defaults and limits applied."""
 
     tokens: int
     score: int
@@ -140,7 +140,7 @@ def run(
     model: str | os.PathLike[str] | None,
     text: str | None,
     recipes: Sequence[str],
-    settings: Settings,
+    settings: QualitySettings,
     *,
     basis: str | None = None,
     default_basis: str | None = None,
@@ -174,7 +174,7 @@ def run(
     parsed = [Recipe(recipe, given if basis is not None or Recipe(recipe).needs_basis else None) for recipe in recipes]
     _check_settings(settings, given)
     if out is not None:
-        quality_plot.library()
+        quality_plot.import_figure_module()
         _make_folder(out)
     with model_folder(model) as folder:
         network = load_model(folder)
@@ -215,7 +215,7 @@ def run(
     return report
 
 
-def _check_settings(settings: Settings, basis: Basis | None) -> None:
+def _check_settings(settings: QualitySettings, basis: Basis | None) -> None:
     """Raise InvalidParameter if the options conflict, or if the device is missing."""
     if settings.offset is not None and basis is not None:
         raise InvalidParameter("--offset changes the keys, but the basis was calibrated without it: omit --offset or --basis")
@@ -223,7 +223,7 @@ def _check_settings(settings: Settings, basis: Basis | None) -> None:
         raise InvalidParameter("--device is cuda, but PyTorch finds no CUDA device: omit --device to measure on the CPU")
 
 
-def _modify_keys(network: Any, settings: Settings, sample: torch.Tensor) -> dict[str, Any]:
+def _modify_keys(network: Any, settings: QualitySettings, sample: torch.Tensor) -> dict[str, Any]:
     """Change the keys of ``network`` according to the settings, and return a description of the change for the report."""
     result: dict[str, Any] = {"twin": None, "offset": None}
     if settings.twin is not None:
@@ -250,7 +250,7 @@ def _precision_text(model: Any) -> str:
     return "fp32 on a CPU"
 
 
-def _choose_sizes(settings: Settings, text: Text, long_text: Text, max_positions: int | None) -> _MeasuredSizes:
+def _choose_sizes(settings: QualitySettings, text: Text, long_text: Text, max_positions: int | None) -> _MeasuredSizes:
     tokens = window_tokens(settings.tokens, DEFAULT_TOKENS, text, max_positions)
     scored_tokens = min(DEFAULT_SCORE, tokens // 2) if settings.scored_tokens is None else settings.scored_tokens
     room = len(text.ids) // ids_per_window(tokens, text)
@@ -342,9 +342,9 @@ class _Measurement:
             ids = window(part.text, start, size)
             if self.inserted is not None:
                 ids[0, (part.sizes.tokens - part.sizes.score) // 2] = self.inserted
-            exact = read_uncompressed(self.model, self._on_device(ids), part.sizes.score)
+            exact = evaluate_uncompressed(self.model, self._on_device(ids), part.sizes.score)
             exact_losses.append(exact.loss)
-            forgotten.append(read_forgotten(self.model, exact))
+            forgotten.append(evaluate_forgotten(self.model, exact))
             self._count_step()
             for recipe, rows in zip(self.recipes, measured, strict=True):
                 rows.append(measure(self.model, exact, recipe, path, part.sizes.step, errors=part is self.parts[0]))
@@ -444,6 +444,6 @@ def round_numbers(value: Any) -> Any:
 def _write_report(report: dict[str, Any], folder: Path) -> None:
     try:
         (folder / "quality.json").write_text(json.dumps(round_numbers(report), indent=2) + "\n")
-        quality_plot.draw(report, folder / "quality")
+        quality_plot.save_plot(report, folder / "quality")
     except OSError as error:
         raise WriteFailed(f"{error.filename}: could not be written: {error.strerror}") from None

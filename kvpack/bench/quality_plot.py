@@ -49,7 +49,7 @@ _MIN_DIVERGENCE = 1e-8
 """Smallest divergence that is drawn. Smaller ones are drawn at this value, because a logarithmic scale has no zero."""
 
 
-def library() -> Any:
+def import_figure_module() -> Any:
     """Return the module matplotlib.figure. Raises MissingPackage if it is not installed."""
     try:
         import matplotlib.figure
@@ -58,7 +58,7 @@ def library() -> Any:
     return matplotlib.figure
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
+def save_plot(report: dict[str, Any], path: Path) -> None:
     """Write the plot to ``path`` with the suffixes .png and .svg. The same report always yields the same files."""
     import matplotlib
 
@@ -71,7 +71,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
 def figure(report: dict[str, Any]) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    result = library().Figure(figsize=SIZE, dpi=200, layout="constrained")
+    result = import_figure_module().Figure(figsize=SIZE, dpi=200, layout="constrained")
     FigureCanvasAgg(result)
     plot(result.add_subplot(), report)
     return result

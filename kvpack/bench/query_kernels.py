@@ -39,9 +39,9 @@ CHECKED_QUERIES = 64
 def _attend_decoded(q: torch.Tensor, layer: kvpack.Layer) -> torch.Tensor:
     """Attend like ``kvpack.attend``, but always with the kernels that first decode all tokens."""
     from kvpack.kernels.attend import many_queries
-    from kvpack.kernels.attend.prepared import Options
+    from kvpack.kernels.attend.prepared import AttendOptions
 
-    return many_queries.prepare(q, layer, Options(q.shape[3] ** -0.5))(q)
+    return many_queries.prepare(q, layer, AttendOptions(q.shape[3] ** -0.5))(q)
 
 
 def run(recipes: Sequence[str], shape: QueryShape, queries: Sequence[int] = QUERIES) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def text_summary(
 ) -> dict[str, Any]:
     """Return the results for an additional text (not the main evaluation text) as JSON values: predictions, but no errors of layers.
 
-    ``forgotten`` contains the predictions of each window after only the first tokens of its prefix (``read_forgotten``).
+    ``forgotten`` contains the predictions of each window after only the first tokens of its prefix (``evaluate_forgotten``).
     """
     rows = [_text_row(name, windows, exact_losses) for name, windows in zip(names, measured, strict=True)]
     add_ratios(rows, reference)

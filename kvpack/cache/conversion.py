@@ -51,7 +51,7 @@ def convert_layers(layers: Sequence[Layer], recipe: Recipe, start: int, progress
             if codec == side.codec:
                 # Use the recipe's codec, because it also has encoder options and the basis, which files do not store.
                 sides.append(_with_window(replace(side, codec=codec), recipe.window, f"layers[{number}].{name}", first, norms))
-            elif codec.same_codes(side.codec):
+            elif codec.has_same_codes(side.codec):
                 with float32_no_grad(side.device):
                     repacked = side.repack(codec)
                 sides.append(_with_window(repacked, recipe.window, f"layers[{number}].{name}", first, norms))

@@ -135,7 +135,7 @@ def pack(
         for x in (k, v):
             values += x.numel() if isinstance(x, torch.Tensor) else 0
     with float32_no_grad(torch.device("cpu")), shared_arena(values), collect_poor_fits() as poor_fits:
-        for numbers, codecs in _layers_together(states, recipe):
+        for numbers, codecs in _encoding_groups(states, recipe):
             pairs, found = _pack_layers(numbers, states, codecs, recipe.window, start)
             outliers += found
             for number, pair in zip(numbers, pairs, strict=True):
@@ -253,7 +253,7 @@ def _check_values(inputs: Inputs, states: Sequence[DenseLayer], start: int) -> N
             )
 
 
-def _layers_together(states: Sequence[DenseLayer], recipe: Recipe) -> Iterator[tuple[range, Codecs]]:
+def _encoding_groups(states: Sequence[DenseLayer], recipe: Recipe) -> Iterator[tuple[range, Codecs]]:
     """Split the layers into ranges that are encoded together. Yields the layer indices and the codecs of each range.
 
     Layers in a range have equal shapes. Raises the same errors as ``pack`` about shapes and codecs.

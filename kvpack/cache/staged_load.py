@@ -93,11 +93,11 @@ def staged(
     """
     if copies and all(copy.span for copy in copies) and file.descriptor is not None and (reader_library := library()) is not None:
         with contextlib.suppress(MemoryError):
-            return _read_by_library(reader_library, copies, file, bus, staging_bytes)
-    return _read_in_threads(copies, file, bus, staging_bytes, value_codecs, chunk_codecs)
+            return _read_with_c_threads(reader_library, copies, file, bus, staging_bytes)
+    return _read_with_python_threads(copies, file, bus, staging_bytes, value_codecs, chunk_codecs)
 
 
-def _read_by_library(
+def _read_with_c_threads(
     reader_library: ctypes.CDLL, copies: Sequence[StagedCopy], file: File, bus: Bus, staging_bytes: int
 ) -> Generator[torch.Tensor, None, None]:
     """Implement ``staged`` with C threads, which can read byte ranges of an open file. Raises MemoryError if no thread can be started.
@@ -150,7 +150,7 @@ def _read_by_library(
     return staged_copies()
 
 
-def _read_in_threads(
+def _read_with_python_threads(
     copies: Sequence[StagedCopy], file: File, bus: Bus, staging_bytes: int, value_codecs: AbstractSet[int], chunk_codecs: AbstractSet[int]
 ) -> Generator[torch.Tensor, None, None]:
     """Implement ``staged`` with Python threads, which can make any copy."""

@@ -154,7 +154,7 @@ def _rules(recipe: str) -> tuple[Rule, ...]:
     for match in filter(None, map(_CLAUSE.fullmatch, clauses)):
         ranges = filter(None, map(_ITEM.fullmatch, match[1].split(","))) if match[1] else None
         items = None if ranges is None else tuple((int(item[1]), int(item[2] or item[1])) for item in ranges)
-        words = tuple(option.partition("=")[::2] for option in _with_raw(match[4] or "", raw).split(","))
+        words = tuple(option.partition("=")[::2] for option in _add_raw_options(match[4] or "", raw).split(","))
         rules.append(Rule(match[2], match[3], words, items, match[0]))
     return tuple(rules)
 
@@ -167,7 +167,7 @@ def _raw_options(clause: str) -> str:
         return ""
 
 
-def _with_raw(options: str, raw: str) -> str:
+def _add_raw_options(options: str, raw: str) -> str:
     """Add ``raw``, the options for raw tokens, to the options of a codec, unless the codec already sets such options."""
     has_own = any(option.partition("=")[0] in RawPositions.words for option in options.split(","))
     return ",".join(part for part in (options, "" if has_own else raw) if part)

@@ -32,12 +32,12 @@ def calibrated_presets(basis: Basis) -> dict[str, str]:
     """Return the recipe clauses of kvpack's own presets for ``basis``, by preset name. Empty if the basis has no frames for keys."""
     if not basis.has_balanced_frames:
         return {}
-    return {name: clauses(basis, preset.bits, trellis=preset.trellis) for name, preset in KVPACK_PRESETS.items()}
+    return {name: calibrated_clauses(basis, preset.bits, trellis=preset.trellis) for name, preset in KVPACK_PRESETS.items()}
 
 
-def clauses(basis: Basis, average: float, *, trellis: bool) -> str:
+def calibrated_clauses(basis: Basis, average: float, *, trellis: bool) -> str:
     """Return recipe clauses for ``basis`` with at most ``average`` bits per value, averaged over all tensors."""
-    result, average_bits = widths(basis.losses, average), int(average)
+    result, average_bits = choose_widths(basis.losses, average), int(average)
     texts = [_tensor_clause("", side, average_bits, average_bits, trellis, basis) for side in "kv"]
     for side in "kv":
         for width in sorted(set(result.values()) - {average_bits}):
@@ -52,7 +52,7 @@ def _tensor_clause(layers: str, side: str, bits: int, average_bits: int, trellis
     return f"{layers}{side}={calibrated_codec(side, bits, trellis, average_bits)}{named}"
 
 
-def widths(losses: Mapping[TensorKey, float], average: float) -> dict[TensorKey, int]:
+def choose_widths(losses: Mapping[TensorKey, float], average: float) -> dict[TensorKey, int]:
     """Return a bit width of at least 1 for each tensor. The mean width is at most ``average``.
 
     ``losses`` were all measured at the same width. Each bit is assumed to divide a loss by 4, and is assigned to the tensor whose loss it

@@ -69,7 +69,7 @@ class CodecText(NamedTuple):
     raw: str | None
 
 
-class LayerException(NamedTuple):
+class LayerOverride(NamedTuple):
     """Ranges of layers with a codec other than the default one."""
 
     ranges: tuple[LayerRange, ...]
@@ -100,7 +100,7 @@ def canonical_text(rules: Sequence[tuple[str, LayerRanges, dict[str, CodecText]]
     return ";".join([*texts, *([f"raw={raw}"] if raw else []), *([f"tail={window}"] if window else [])])
 
 
-def _reduce_rules(rules: Sequence[tuple[LayerRanges, CodecText]]) -> tuple[CodecText, list[LayerException]]:
+def _reduce_rules(rules: Sequence[tuple[LayerRanges, CodecText]]) -> tuple[CodecText, list[LayerOverride]]:
     """Reduce the rules for keys, or for values, to a default codec and a list of exceptions in order."""
     ranges: list[tuple[LayerRange | None, CodecText]] = []
     for items, codec in rules:
@@ -108,7 +108,7 @@ def _reduce_rules(rules: Sequence[tuple[LayerRanges, CodecText]]) -> tuple[Codec
     while True:
         last = max(number for number, (layers, _) in enumerate(ranges) if layers is None)
         base = ranges[last][1]
-        exceptions = _layer_exceptions([(layers, codec) for layers, codec in ranges[last + 1 :] if layers is not None], base)
+        exceptions = _layer_overrides([(layers, codec) for layers, codec in ranges[last + 1 :] if layers is not None], base)
         # Joined ranges may overlap fewer others, or cover all layers.
         joined = ((layers, exception.codec) for exception in exceptions for layers in exception.ranges)
         reduced = [(None, base), *((None if layers.is_all else layers, codec) for layers, codec in joined)]
@@ -117,7 +117,7 @@ def _reduce_rules(rules: Sequence[tuple[LayerRanges, CodecText]]) -> tuple[Codec
         ranges = reduced
 
 
-def _layer_exceptions(rules: Sequence[tuple[LayerRange, CodecText]], base: CodecText) -> list[LayerException]:
+def _layer_overrides(rules: Sequence[tuple[LayerRange, CodecText]], base: CodecText) -> list[LayerOverride]:
     """Return the exceptions from the codec ``base``, without redundant ones. Their order depends only on their effect.
 
     A rule is redundant if later rules replace it, or if its codec is ``base``.
@@ -150,7 +150,7 @@ def _layer_exceptions(rules: Sequence[tuple[LayerRange, CodecText]], base: Codec
     return _group_rules(ordered)
 
 
-def _group_rules(rules: Iterable[tuple[LayerRange, CodecText]]) -> list[LayerException]:
+def _group_rules(rules: Iterable[tuple[LayerRange, CodecText]]) -> list[LayerOverride]:
     """Combine consecutive rules that have the same codec, and join their adjacent ranges."""
     groups: list[tuple[list[LayerRange], CodecText]] = []
     for items, codec in rules:
@@ -158,7 +158,7 @@ def _group_rules(rules: Iterable[tuple[LayerRange, CodecText]]) -> list[LayerExc
             groups[-1][0].append(items)
         else:
             groups.append(([items], codec))
-    return [LayerException(tuple(_join_ranges(sorted(ranges))), codec) for ranges, codec in groups]
+    return [LayerOverride(tuple(_join_ranges(sorted(ranges))), codec) for ranges, codec in groups]
 
 
 def _join_ranges(ranges: Sequence[LayerRange]) -> list[LayerRange]:
@@ -171,9 +171,9 @@ def _join_ranges(ranges: Sequence[LayerRange]) -> list[LayerRange]:
     return joined
 
 
-def _merge_sides(k: Sequence[LayerException], v: Sequence[LayerException]) -> list[tuple[str, LayerException]]:
+def _merge_sides(k: Sequence[LayerOverride], v: Sequence[LayerOverride]) -> list[tuple[str, LayerOverride]]:
     """Return (sides, exception) pairs in order. If the order allows it, an exception that keys and values share becomes one for "kv"."""
-    result: list[tuple[str, LayerException]] = []
+    result: list[tuple[str, LayerOverride]] = []
     remaining = list(v)
     for exception in k:
         if exception in remaining:

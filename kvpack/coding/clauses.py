@@ -22,11 +22,11 @@ class InvalidClause(InvalidParameter):
     """An invalid clause of a recipe. ``reason`` is the message without the recipe, and ``word`` is the invalid part."""
 
     def __init__(self, text: str, clause: str, word: str, reason: str) -> None:
-        super().__init__(f"recipe {text!r}: {reason}{pointer(text, word, max(0, text.find(clause)))}")
+        super().__init__(f"recipe {text!r}: {reason}{underline(text, word, max(0, text.find(clause)))}")
         self.clause, self.word, self.reason = clause, word, reason
 
 
-def pointer(text: str, word: str, start: int = 0) -> str:
+def underline(text: str, word: str, start: int = 0) -> str:
     """Return two lines to append to a message: ``text``, with ``word`` underlined. If ``text`` does not contain ``word``, return an empty
     string.
     """

@@ -20,7 +20,7 @@ from kvpack.formats.raw import EXACT_DTYPES
 from kvpack.formats.raw_positions import VALUES, RawPositions, mark_poor_fits, replace_tokens
 from kvpack.formats.runs import Run
 from kvpack.formats.sidecars import CodecWithSidecars
-from kvpack.formats.token_norms import drop_crowded_pages, large_size_mask, measure_fit_errors
+from kvpack.formats.token_norms import drop_crowded_pages, find_large_sizes, measure_fit_errors
 from kvpack.formats.value_blocks import block_factor
 from kvpack.runtime.memory import empty
 from kvpack.runtime.modes import float32_no_grad
@@ -107,7 +107,7 @@ def encode(
             streams = _encode_with_raw(codec, raw, x, chosen, where, previous, position, sizes, measured)
         except ValueTooLarge:
             # Raw tokens are selected by the keys, so values may still include a token whose norm is too large for its width.
-            large = large_size_mask(given(), raw.high_norm) if raw.high_norm else None
+            large = find_large_sizes(given(), raw.high_norm) if raw.high_norm else None
             more = None if large is None else drop_crowded_pages(large.any(1) & ~chosen)
             if layers > 1 or more is None or not more.any():
                 raise

@@ -41,9 +41,9 @@ from kvpack.formats.tables import BoundedCache
 from . import raw_clause
 from .bases import Basis
 from .basis_sources import load_basis
-from .calibrated_presets import MAX_WIDTH, calibrated_presets, clauses
+from .calibrated_presets import MAX_WIDTH, calibrated_clauses, calibrated_presets
 from .canonical import canonical_text
-from .clauses import InvalidClause, parse_rule, pointer, refuse
+from .clauses import InvalidClause, parse_rule, refuse, underline
 from .presets import ADDITIONS, CALIBRATED_RAW_CLAUSE, KVPACK_PRESETS, PUBLISHED
 from .recipe_files import read_clauses, split_path
 from .recorded_presets import RECORDED
@@ -149,7 +149,7 @@ class Recipe:
         if not loaded.has_balanced_frames or not loaded.losses:
             missing = "measured losses of layers" if loaded.has_balanced_frames else "balanced frames of keys"
             raise InvalidParameter(f"{loaded.where} has no {missing}: make it with kvpack calibrate, without --widths 0")
-        return cls(clauses(loaded, bits, trellis=trellis), loaded)
+        return cls(calibrated_clauses(loaded, bits, trellis=trellis), loaded)
 
     @classmethod
     def from_recorded(cls, text: str, basis: Basis | None = None) -> Self:
@@ -460,7 +460,7 @@ def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
         return Recipe(";".join([*(clause for _, clause in clauses), *([added] if added else [])]))
     except InvalidClause as error:
         line = next((f", line {number}" for number, clause in clauses if clause == error.clause), "")
-        raise InvalidParameter(f"{path}{line}: {error.reason}{pointer(error.clause, error.word)}") from None
+        raise InvalidParameter(f"{path}{line}: {error.reason}{underline(error.clause, error.word)}") from None
     except InvalidParameter as error:
         raise InvalidParameter(f"{path}: {error}") from None
 

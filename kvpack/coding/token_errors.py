@@ -26,8 +26,8 @@ from kvpack.formats.token_norms import (
     SHARED_RATIO,
     TOKENS,
     drop_crowded_pages,
+    find_large_sizes,
     has_large_size,
-    large_size_mask,
     median_norms,
     relative_norms,
     shared_scale_factors,
@@ -326,13 +326,13 @@ def _suspects_by_size(run: EncodedRun) -> torch.Tensor | None:
         return None
     # Raw tokens were replaced by small values, so they cannot hide others.
     measured = sizes if raw_mask is None or not raw_mask.any() else sizes.masked_fill(raw_mask[:, None], torch.nan)
-    suspects = large_size_mask(measured, spread or CODED_SPREAD)
+    suspects = find_large_sizes(measured, spread or CODED_SPREAD)
     if suspects is None:
         return None
     given = run.norms()
     excluded = run.zeros_and_raw_tokens(given)
     # Sizes relative to the norm are imprecise if sizes are powers of two.
-    larger = large_size_mask((sizes / given).masked_fill(excluded, torch.nan), 1.0 if spread else CODED_SPREAD)
+    larger = find_large_sizes((sizes / given).masked_fill(excluded, torch.nan), 1.0 if spread else CODED_SPREAD)
     return None if larger is None or not (suspects := suspects & larger).any() else suspects
 
 
@@ -344,7 +344,7 @@ def _suspects_by_direction(run: EncodedRun) -> torch.Tensor | None:
     if run.sizes.errors is None:
         return None
     errors = run.sizes.errors.clamp_min(run.codec.summary.min_error)
-    suspects = large_size_mask(errors, _DIRECTION_MARGIN * run.codec.summary.direction_spread)
+    suspects = find_large_sizes(errors, _DIRECTION_MARGIN * run.codec.summary.direction_spread)
     if suspects is None or run.raw_mask is None:
         return suspects
     suspects &= ~run.raw_mask[:, None]

@@ -340,7 +340,7 @@ def run_quality(arguments: argparse.Namespace) -> int:
         default_basis = real_model.basis(arguments.calibrated_on)
     elif arguments.calibrated_on != "prose":
         raise InvalidParameter("--calibrated-on works only with the unmodified default model: omit --model, --basis, --twin and --offset")
-    settings = quality.Settings(
+    settings = quality.QualitySettings(
         arguments.tokens, arguments.score, arguments.windows, arguments.needles, arguments.twin, arguments.seed, arguments.step,
         arguments.offset, arguments.generate, arguments.device, arguments.insert,
         tuple(name for name in quality.OTHER_TEXTS if name != arguments.calibrated_on),

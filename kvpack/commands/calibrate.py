@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     transformers_library()
     from kvpack.tuning import calibrate
 
-    settings = calibrate.Settings(
+    settings = calibrate.CalibrationSettings(
         arguments.tokens,
         arguments.score,
         arguments.windows,

@@ -88,7 +88,7 @@ _UNITS: dict[str, int] = {
 }
 
 
-def byte_count(text: str) -> int:
+def parse_byte_count(text: str) -> int:
     """Return the number of bytes in a size such as ``1000000000``, ``1GB`` or ``1.5GiB``."""
     match = _COUNT.fullmatch(text.strip())
     unit = None if match is None else _UNITS.get(match[2].lower())
@@ -98,9 +98,9 @@ def byte_count(text: str) -> int:
     return int(whole + digits) * unit // int(f"1{'0' * len(digits)}")
 
 
-def positive_byte_count(text: str) -> int:
-    """Return the number of bytes as ``byte_count`` does, but reject 0."""
-    count = byte_count(text)
+def parse_positive_byte_count(text: str) -> int:
+    """Return the number of bytes as ``parse_byte_count`` does, but reject 0."""
+    count = parse_byte_count(text)
     if not count:
         raise argparse.ArgumentTypeError(f"{text!r:.80} must be at least 1 byte")
     return count

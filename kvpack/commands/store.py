@@ -13,7 +13,7 @@ from kvpack.output import add_json, bytes_text, format_count, print_json, print_
 from kvpack.store.backend import Pin
 from kvpack.store.catalog import Catalog, Prefix
 
-from .command_store import byte_count, positive_byte_count, seconds
+from .command_store import parse_byte_count, parse_positive_byte_count, seconds
 from .outputs import add_force, check_output
 
 KEY_BYTES = 32
@@ -34,10 +34,16 @@ def add(commands: Any) -> None:
     verify.add_argument("--delete", action="store_true", help="also delete damaged entries and, with keys, unencrypted entries")
     collect = _add_action(kinds, "gc", run_gc, "remove files of dead writers and unused bases, then evict down to the limits")
     collect.add_argument(
-        "--max-bytes", type=byte_count, metavar="N", help="evict until the entries take at most N bytes, such as 10GB (default: no limit)"
+        "--max-bytes",
+        type=parse_byte_count,
+        metavar="N",
+        help="evict until the entries take at most N bytes, such as 10GB (default: no limit)",
     )
     collect.add_argument(
-        "--min-free", type=byte_count, metavar="N", help="evict until N bytes of the disk are free, such as 50GB, for a folder (default: 0)"
+        "--min-free",
+        type=parse_byte_count,
+        metavar="N",
+        help="evict until N bytes of the disk are free, such as 50GB, for a folder (default: 0)",
     )
     unpin = _add_action(kinds, "unpin", run_unpin, "let a pinned prefix be evicted again")
     unpin.add_argument("key", metavar="KEY", help="a pinned key, or its first digits; stat lists them")
@@ -80,7 +86,7 @@ def _add_action(subparsers: Any, name: str, run: Any, help_text: str) -> Any:
         )
         parser.add_argument(
             "--max-entry-bytes",
-            type=positive_byte_count,
+            type=parse_positive_byte_count,
             metavar="N",
             help="do not read entries of more than N bytes (default: 512 MiB)",
         )
@@ -425,7 +431,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     from kvpack.store.options import StoreOptions
     from kvpack.store.redaction import shown_location
     from kvpack.store.store import CHUNK_TOKENS
-    from kvpack.store.transfer import chunk_at, read_exported
+    from kvpack.store.transfer import read_exported, stored_chunk_size
 
     exported = read_exported(arguments.input, arguments.tokens, arguments.tenant, arguments.basis)
     identity = exported.identity
@@ -445,7 +451,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     options: dict[str, Any] = {"encryption": keys, "max_entry_bytes": largest, "trusted_group": arguments.trusted_group}
     chunk = arguments.chunk
     if chunk is None:
-        chunk = exported.chunk or chunk_at(arguments.store, exported, StoreOptions(**options)) or CHUNK_TOKENS
+        chunk = exported.chunk or stored_chunk_size(arguments.store, exported, StoreOptions(**options)) or CHUNK_TOKENS
     if exported.inputs and chunk != exported.chunk:
         raise InvalidParameter(
             f"{arguments.input} has input digests for chunks of {exported.chunk} tokens, but --chunk is {chunk}: omit --chunk"

@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     transformers_library()
     from kvpack.tuning import report, tune
 
-    settings = tune.Settings(
+    settings = tune.TuningSettings(
         arguments.tokens, arguments.score, arguments.windows, arguments.held_out, arguments.seed, chosen_device(arguments),
         arguments.file_tokens,
     )  # fmt: skip

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         basis = load_basis(arguments.basis)
         requested = shape_with_basis(basis, requested)
-    shape = compile_ahead.Shape(*({name: default for name, (default, _) in OPTIONS.items()} | requested).values())
+    shape = compile_ahead.ModelShape(*({name: default for name, (default, _) in OPTIONS.items()} | requested).values())
     with progress("warm") as callback:
         report = compile_ahead.run(arguments.recipes, shape, basis, arguments.capability, arguments.processes, callback)
     print_report(report, _show, arguments)

@@ -186,7 +186,7 @@ def prefill(
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
-def read_uncompressed(model: Any, tokens: torch.Tensor, scored_tokens: int) -> UncompressedResult:
+def evaluate_uncompressed(model: Any, tokens: torch.Tensor, scored_tokens: int) -> UncompressedResult:
     """Evaluate a window with the uncompressed cache. ``tokens`` is ``[1, prefix tokens + scored tokens + 1]``.
 
     The last token is predicted, but not read.
@@ -245,12 +245,12 @@ def _attention_weights(recorded: RecordedAttention, keys: torch.Tensor) -> torch
     return torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
 
 
-def read_forgotten(model: Any, exact: UncompressedResult, visible_tokens: int = SINK_TOKENS) -> Comparison:
+def evaluate_forgotten(model: Any, exact: UncompressedResult, visible_tokens: int = SINK_TOKENS) -> Comparison:
     """Evaluate a window's scored tokens, at their original positions, after a prefix of only the first ``visible_tokens`` tokens."""
-    return read_over(model, exact, [(k[:, :, :visible_tokens], v[:, :, :visible_tokens]) for k, v in exact.first])
+    return evaluate_over(model, exact, [(k[:, :, :visible_tokens], v[:, :, :visible_tokens]) for k, v in exact.first])
 
 
-def read_over(model: Any, exact: UncompressedResult, pairs: Pairs) -> Comparison:
+def evaluate_over(model: Any, exact: UncompressedResult, pairs: Pairs) -> Comparison:
     """Evaluate a window's scored tokens, at their original positions, in one pass over the prefix ``pairs``."""
     cache = uncompressed_cache(model, pairs)
     tokens = exact.tokens[:, exact.prefix : -1]
@@ -320,7 +320,7 @@ def _add_offsets(keys: torch.Tensor, offsets: dict[int, torch.Tensor] | None, la
     return keys if offsets is None else keys + offsets[layer].to(keys.dtype)
 
 
-def read_packed(model: Any, exact: UncompressedResult, cache: Cache, step: int = PASS_TOKENS) -> Predictions:
+def evaluate_packed(model: Any, exact: UncompressedResult, cache: Cache, step: int = PASS_TOKENS) -> Predictions:
     """Evaluate a window's scored tokens over its packed prefix, ``cache``, with at most ``step`` tokens per pass.
 
     The scored tokens are appended to the cache and packed.
@@ -351,7 +351,7 @@ def measure(
     saved = time.perf_counter()
     cache = _load_file(path, recipe, exact.tokens.device)
     loaded = time.perf_counter()
-    predicted = read_packed(model, exact, cache, step)
+    predicted = evaluate_packed(model, exact, cache, step)
     whole = predicted.whole
     with torch.inference_mode():
         result = [_layer_errors(layer, exact, number) for number, layer in enumerate(cache) if errors]

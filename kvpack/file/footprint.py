@@ -73,7 +73,7 @@ def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, 
 def _values_at_once(header: Header, side: SideEntry) -> int:
     """Return the number of values per head that are decoded together: one token group, plus all rows that are stored once per run."""
     codec, longest = header.codecs[side.codec], max(side.runs, default=0)
-    return codec.dim * min(codec.group_tokens, longest) + (codec.without_sidecars.run_values if longest else 0)
+    return codec.dim * min(codec.group_tokens, longest) + (codec.without_sidecars.values_per_run if longest else 0)
 
 
 def _front_bytes(json_bytes: int, header_bytes: int) -> int:

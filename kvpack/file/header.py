@@ -220,7 +220,7 @@ class Contents:
     def starts(self) -> tuple[int, ...]:
         """The first position of each layer."""
         data = self.ignorable.get(layer_positions.FEATURE)
-        return (self.start,) * len(self.layers) if data is None else layer_positions.layer_starts(data, self.start, self.layers)
+        return (self.start,) * len(self.layers) if data is None else layer_positions.parse_layer_starts(data, self.start, self.layers)
 
     @cached_property
     def states(self) -> tuple[layer_states.StateEntry, ...]:

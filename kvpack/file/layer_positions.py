@@ -37,7 +37,7 @@ def list_features(start: int, starts: Sequence[int]) -> tuple[tuple[str, ...], d
     return (FEATURE,), {FEATURE: b"".join(first.to_bytes(START_BYTES, "little") for first in starts)}
 
 
-def layer_starts(data: bytes, start: int, layers: Sequence[HasSides]) -> tuple[int, ...]:
+def parse_layer_starts(data: bytes, start: int, layers: Sequence[HasSides]) -> tuple[int, ...]:
     """Parse the feature's data. Returns the first position of each layer. Raises InvalidHeader or LimitExceeded."""
     if len(data) != START_BYTES * len(layers):
         raise InvalidHeader(f"ignorable[{FEATURE!r}] has {len(data)} bytes, expected {START_BYTES * len(layers)} for {len(layers)} layers")

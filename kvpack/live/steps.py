@@ -169,7 +169,7 @@ class Steps:
     def _prepare_call(self, q: torch.Tensor, sink_logits: torch.Tensor | None, starts: Any, options: dict[str, Any]) -> GrowingCall | None:
         from kvpack.attention import check_call
         from kvpack.kernels.attend.growing import GrowingCall
-        from kvpack.kernels.attend.prepared import Options
+        from kvpack.kernels.attend.prepared import AttendOptions
 
         view = self._layer.with_full_tail()
         layer = self._layer.as_layer()
@@ -181,7 +181,7 @@ class Steps:
             # Some tokens of a larger window will have been dropped when a graph is replayed.
             return None
         scale = q.shape[3] ** -0.5 if options["scale"] is None else options["scale"]
-        call_options = Options(scale, True, options["softcap"], window, True, sink_logits is not None, starts is not None)
+        call_options = AttendOptions(scale, True, options["softcap"], window, True, sink_logits is not None, starts is not None)
         with float32_no_grad(self._layer.device):
             return GrowingCall(q, view, call_options)
 

@@ -25,14 +25,14 @@ from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.norm_rule import relative_errors
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw_positions import RawPositions, choose_slot_tokens, count_left_out, restore_slot_tokens, store_in_slots
-from kvpack.formats.token_norms import HEADS, SHARED_RATIO, mark_large, norms_over_heads, norms_per_head
+from kvpack.formats.token_norms import HEADS, SHARED_RATIO, large_size_mask, norms_over_heads, norms_per_head
 from kvpack.runtime.modes import writable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kvpack.formats.base import Codec
-    from kvpack.kernels.pages.lanes import Layers
+    from kvpack.kernels.pages.lanes import LayerTensors
 
     from .lanes import Lane
 
@@ -52,7 +52,9 @@ def supports(codec: Codec) -> bool:
     )
 
 
-def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], rows: torch.Tensor, left_out: torch.Tensor) -> None:
+def encode_lane(
+    lane: Lane, layers: LayerTensors, keys: LayerTensors, slots: Sequence[int], rows: torch.Tensor, left_out: torch.Tensor
+) -> None:
     """Encode pages and write the streams of ``lane`` into ``rows``, uint8 ``[page, byte]``.
 
     ``keys`` are the layers' keys. The counts of ``count_left_out`` are added to ``left_out``, int64 ``[2]``. Raises InvalidParameter or
@@ -114,16 +116,16 @@ def suspect_pages(
     codec, watched = lane.plain_codec, lane.raw_rule
     masks = []
     if watched is not None and codec.group_tokens > 1:
-        masks += [mark_large(sizes, watched.high_norm) for sizes in (norms_over_heads(key_norms())[:, None], key_norms())]
+        masks += [large_size_mask(sizes, watched.high_norm) for sizes in (norms_over_heads(key_norms())[:, None], key_norms())]
     if HEADS in lane.shared_axes:
-        masks.append(mark_large(norms_over_heads(norms())[:, None], SHARED_RATIO))
+        masks.append(large_size_mask(norms_over_heads(norms())[:, None], SHARED_RATIO))
     if errors is not None:
-        masks.append(mark_large(errors.clamp_min(codec.summary.min_error), codec.summary.direction_spread))
+        masks.append(large_size_mask(errors.clamp_min(codec.summary.min_error), codec.summary.direction_spread))
     if lane.may_lose_precision:
         streams = {name: place.flatten(0, 1) for name, place in _streams(lane, rows).items()}
         if spread := codec.summary.error_spread:
             sizes = codec.without_sidecars.error_sizes(streams)
-            masks.append(mark_large(sizes, spread) & mark_large(sizes / norms(), 1.0))
+            masks.append(large_size_mask(sizes, spread) & large_size_mask(sizes / norms(), 1.0))
         if (least := codec.min_token_rms(streams)) is not None:
             masks.append(norms() < least * math.sqrt(codec.dim))
         if codec.summary.has_byte_norms:
@@ -132,7 +134,7 @@ def suspect_pages(
     return each.view(len(rows), lane.count).any(1)
 
 
-def count_losses(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
+def count_losses(lane: Lane, layers: LayerTensors, keys: LayerTensors, slots: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
     """In pages without raw tokens, count the tokens that lose precision or cause others to lose it.
 
     ``rows`` contains the encoded pages in ``slots``. Returns the counts of ``count_left_out``, int64 ``[2]``.
@@ -150,7 +152,7 @@ def count_losses(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int],
 
 
 def _gather_and_measure(
-    lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], device: torch.device
+    lane: Lane, layers: LayerTensors, keys: LayerTensors, slots: Sequence[int], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Gather the values of the pages in ``slots``.
 
@@ -230,7 +232,7 @@ def _lane_name(lane: Lane) -> str:
     return f"layers[{lane.first}].{lane.side}"
 
 
-def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[int], status: torch.Tensor) -> None:
+def decode_lane(lane: Lane, rows: torch.Tensor, layers: LayerTensors, slots: Sequence[int], status: torch.Tensor) -> None:
     """Decode the streams of ``lane`` in ``rows`` into the pages in ``slots``.
 
     Only pages with ``status`` 0, int32 ``[page]``, are decoded.

@@ -391,8 +391,8 @@ def _c_functions(lane: Lane) -> tuple[Any, Any, Any]:
     streams = pages.stream_locations(codec, heads, tokens, {name: begin for name, (begin, _) in lane.byte_ranges.items()})
     counts = {1, lane.count}
     arguments = {count: (codec, count, heads, tokens, dtype, streams, lane.stride) for count in counts}
-    encoders = {n: pages.Encoder(*arguments[n]) for n in counts} if pages.supports_encoding(codec, dtype) else None
-    decoders = {n: pages.Decoder(*arguments[n]) for n in counts} if pages.supports_decoding(codec, dtype) else None
+    encoders = {n: pages.PageEncoder(*arguments[n]) for n in counts} if pages.supports_encoding(codec, dtype) else None
+    decoders = {n: pages.PageDecoder(*arguments[n]) for n in counts} if pages.supports_decoding(codec, dtype) else None
     checked = pages.supports_error_check(codec)
     large_errors = pages.LargeErrorCheck(codec, lane.count, heads, tokens, streams, lane.stride) if checked else None
     return encoders, decoders, large_errors

@@ -24,7 +24,7 @@ from .buffer import PageBuffer
 from .host import CPU, HostPages, LeftOutTokens, Outcome, RowPlan
 
 if TYPE_CHECKING:
-    from kvpack.kernels.pages.lanes import Layers, PageSide
+    from kvpack.kernels.pages.lanes import LayerTensors, PageSide
 
     from .lanes import Lane as PageLane
 
@@ -81,7 +81,7 @@ class _StartedEncoding(NamedTuple):
     """
 
     status: torch.Tensor
-    measured: list[tuple[PageLane, Layers, Layers]]
+    measured: list[tuple[PageLane, LayerTensors, LayerTensors]]
 
 
 class DevicePages:
@@ -171,7 +171,7 @@ class DevicePages:
 
         status = torch.zeros(len(slots), dtype=torch.int32, device=self._device)
         suspects, measured = torch.zeros(len(slots), dtype=torch.bool, device=self._device), []
-        job = lanes.PageJob(slots, rows, status)
+        job = lanes.PageBatch(slots, rows, status)
         with writable(rows):
             rows[:, : self._front.numel()] = self._front
             if any(digests):
@@ -204,7 +204,11 @@ class DevicePages:
         return _StartedEncoding(torch.where((status == 0) & suspects, _SUSPECT, status), measured)
 
     def _count_losses(
-        self, measured: Sequence[tuple[PageLane, Layers, Layers]], slots: Sequence[int], rows: torch.Tensor, page_indices: Sequence[int]
+        self,
+        measured: Sequence[tuple[PageLane, LayerTensors, LayerTensors]],
+        slots: Sequence[int],
+        rows: torch.Tensor,
+        page_indices: Sequence[int],
     ) -> int:
         """Count the tokens in some pages that lose precision or cause others to lose it. Adds them to ``left_out``.
 
@@ -225,7 +229,7 @@ class DevicePages:
             return False
         from kvpack.kernels.pages import lanes
 
-        job = lanes.PageJob(slots, rows, status)
+        job = lanes.PageBatch(slots, rows, status)
         try:
             for lane, given in zip(self._plan.lanes, self._page_sides(pages), strict=True):
                 if lanes.decode(given, job):

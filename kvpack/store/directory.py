@@ -25,7 +25,7 @@ from .backend import Data, FoundEntry, Lease, NoLease, Pin, PinTerms, SingleTier
 from .catalog import corrected_times, read_catalog
 from .counters import Counters
 from .disk_usage import DiskUsage, UsageCount
-from .entry_descriptions import Descriptions, entry_text
+from .entry_descriptions import Descriptions, entry_description
 from .entry_kind import FRONT_BYTES, UNENCRYPTED, EntryFormat, EntryKind, check_size
 from .entry_probe import probe_kind
 from .eviction import FUTURE_NS, Evictor, NoRoom, Reservation
@@ -152,7 +152,7 @@ class Directory(SingleTierBackend):
             os.utime(descriptor, ns=file_times(used, self._ttl))
 
         def rename(unfinished: str, path: str) -> None:
-            self._index.add(key, size, used, entry_text(pieces), lambda: os.replace(unfinished, path))
+            self._index.add(key, size, used, entry_description(pieces), lambda: os.replace(unfinished, path))
 
         try:
             if not self.trust.may_write:

@@ -28,18 +28,18 @@ class Descriptions(NamedTuple):
     missing: Sequence[StoredEntry]
 
 
-def kind_text(kind: str) -> str:
+def kind_description(kind: str) -> str:
     """Return the description of an entry that is not a chunk. ``kind`` is one of ``OTHER_KINDS``."""
     return json.dumps({"kind": kind})
 
 
 @lru_cache
-def chunk_text(model: tuple[tuple[str, str], ...], recipe: str, tokens: int) -> str:
+def chunk_description(model: tuple[tuple[str, str], ...], recipe: str, tokens: int) -> str:
     """Return the description of a chunk of ``tokens`` tokens."""
     return json.dumps({"kind": "chunk", "model": dict(model), "recipe": recipe, "tokens": tokens}, sort_keys=True)
 
 
-def parse_text(text: str) -> dict[str, Any] | None:
+def parse_description(text: str) -> dict[str, Any] | None:
     """Parse the description of an entry. Returns None if ``text`` is not a description."""
     try:
         about: Any = json.loads(text)
@@ -53,16 +53,16 @@ def parse_text(text: str) -> dict[str, Any] | None:
     return about if is_chunk else None
 
 
-def entry_text(pieces: Sequence[memoryview]) -> str | None:
+def entry_description(pieces: Sequence[memoryview]) -> str | None:
     """Return the description of an entry that this process wrote, or None if ``pieces`` hide it because they are encrypted."""
     if is_row_start(bytes(pieces[0][:FRONT_BYTES])):
-        return kind_text("pages")
+        return kind_description("pages")
     if len(pieces) < 2:
         return None
     try:
         # The pieces of a file are its fixed text, its header and its tensors. This process wrote them, so they need no checks.
         header: Any = msgpack.unpackb(pieces[1])
         feature = header["ignorable"][FEATURE]
-        return chunk_text(tuple(header["model"].items()), header["recipe"], len(ChunkFields.from_bytes(feature, "").ids) // ID_BYTES)
+        return chunk_description(tuple(header["model"].items()), header["recipe"], len(ChunkFields.from_bytes(feature, "").ids) // ID_BYTES)
     except (ValueError, KeyError, TypeError, msgpack.UnpackException, KvpackError):
         return None

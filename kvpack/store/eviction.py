@@ -125,7 +125,7 @@ class Evictor:
         while True:
             count = self.usage.reserve(size, lambda total: self._fits(total, size), on_reserve, self._max_bytes)
             if count is not None:
-                self._keep_room(size, protected, count)
+                self._keep_free_space(size, protected, count)
                 return count
             if waited >= WAIT_SECONDS or self._exceeds_larger_budget(size):
                 raise NoRoom
@@ -138,7 +138,7 @@ class Evictor:
                 time.sleep(wait)
                 wait = min(2 * wait, _MAX_POLL_SECONDS)
 
-    def _keep_room(self, size: int, protected: set[bytes], count: UsageCount) -> None:
+    def _keep_free_space(self, size: int, protected: set[bytes], count: UsageCount) -> None:
         """Evict entries before the budget is used up, so that other processes need not wait for room.
 
         Does nothing if another process is evicting, or without an index, because a round is then too expensive to start early. ``count``
@@ -261,7 +261,7 @@ class Evictor:
         if (result is None or result.missing) and not self._index.matches() and self._index.refresh():
             result = self._evict_rows(size, protected, budget, usage_before)
         elif result is not None and self._index.refresh(_LIST_SECONDS):
-            self._index.check_next()
+            self._index.check_next_folder()
         return result
 
     def _evict_rows(self, size: int, protected: set[bytes], budget: int | None, usage_before: UsageCount) -> EvictionResult | None:

@@ -178,7 +178,7 @@ class Index:
             current = stale is not None
         return current
 
-    def check_next(self) -> None:
+    def check_next_folder(self) -> None:
         """Compare the file names in one subfolder with its rows. Each call checks the next subfolder.
 
         This finds changes that the modification time does not show, because two changes in one tick of the clock have the same time.

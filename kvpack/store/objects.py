@@ -112,7 +112,7 @@ class Objects:
         try:
             answer = self._obstore.get(self._store, name)
         except FileNotFoundError as error:
-            _check_missing(error)
+            _check_bucket_exists(error)
             return None
         size, tag = answer.meta["size"], answer.meta["e_tag"]
         check_size(name, size, self._max_bytes if max_bytes is None else max_bytes)
@@ -155,7 +155,7 @@ class Objects:
             answer = self._obstore.get(self._store, name, options={"range": (0, count)})
             return bytes(memoryview(answer.bytes())), answer.meta["size"], answer.meta["e_tag"]
         except FileNotFoundError as error:
-            _check_missing(error)
+            _check_bucket_exists(error)
             return None
         except self._base_error as error:
             # An empty object has no first byte.
@@ -218,7 +218,7 @@ def _error_code(error: BaseException) -> str:
     return "" if code is None else code[1] or code[2]
 
 
-def _check_missing(error: FileNotFoundError) -> None:
+def _check_bucket_exists(error: FileNotFoundError) -> None:
     """Raise ``error`` if the bucket itself is missing. Without this check, every object would count as a miss."""
     if _error_code(error) in _REFUSALS:
         raise error

@@ -29,13 +29,13 @@ from kvpack.formats.errors import InvalidHeader, LimitExceeded, WriteFailed
 from kvpack.formats.lazy import numpy
 
 from .backend import BATCH_BYTES, BATCH_ENTRIES, MAX_ENTRY_BYTES, FoundEntry, NoLease, SingleTierBackend, StoredEntry, batches
-from .entry_descriptions import Descriptions, entry_text, kind_text
+from .entry_descriptions import Descriptions, entry_description, kind_description
 from .entry_kind import FRONT_BYTES, UNENCRYPTED, EntryFormat, EntryKind, check_size
 from .expiry import limit_ttl
 from .pins import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
 from .redis_client import FRONTS_BYTES, Client
 from .redis_count import MAX_PAGES, EntryCount, RedisDescriptions, list_pages
-from .redis_replies import byte_strings, bytes_up_to, integer, parse_set_reply
+from .redis_replies import byte_strings, bytes_check, integer, parse_set_reply
 from .redis_scripts import ENTRY, HOLDS, LEASE, PINS
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class Redis(SingleTierBackend):
         at_once = min(_KEYS_AT_ONCE, max(1, _BYTES_AT_ONCE // (max_bytes + 1)))
         for part in _split_into_batches(requested, at_once):
             values = self._client.send_all(
-                "get", [(bytes_up_to(max_bytes + 1), "GETRANGE", ENTRY + keys[index], 0, max_bytes) for index in part]
+                "get", [(bytes_check(max_bytes + 1), "GETRANGE", ENTRY + keys[index], 0, max_bytes) for index in part]
             )
             for index, value in zip(part, values, strict=False):
                 result[index] = FoundEntry(value, 0) if value else None
@@ -176,7 +176,7 @@ class Redis(SingleTierBackend):
             long_fronts = [index for index, end in enumerate(ends) if end > count]
             remainders: list[bytes | None] = []
             for group in batches([(n, ends[n] - count) for n in long_fronts], len(part), _BYTES_AT_ONCE):
-                commands = [(bytes_up_to(ends[n]), "GETRANGE", ENTRY + part[n], count, ends[n] - 1) for n in group]
+                commands = [(bytes_check(ends[n]), "GETRANGE", ENTRY + part[n], count, ends[n] - 1) for n in group]
                 replies = self._client.send_all("get", commands)
                 remainders += replies or [None] * len(group)
             parts = {index: [looked[index][1]] for index, end in enumerate(ends) if 0 < end <= count}
@@ -194,7 +194,7 @@ class Redis(SingleTierBackend):
             self._count.advance()
         sizes = [(position, sum(map(len, pieces))) for position, pieces in entries.items()]
         for positions in batches(sizes, BATCH_ENTRIES, BATCH_BYTES):
-            new = {position: _NewEntry(b"".join(entries[position]), entry_text(entries[position]) or "") for position in positions}
+            new = {position: _NewEntry(b"".join(entries[position]), entry_description(entries[position]) or "") for position in positions}
             stored |= self._put(chain, new)
             if not all(stored.values()):
                 break
@@ -228,7 +228,7 @@ class Redis(SingleTierBackend):
 
         The result also lists, one by one, the entries that have no description or whose description is of kind ``listed_kind``.
         """
-        return self._abouts.read(None if listed_kind is None else kind_text(listed_kind))
+        return self._abouts.read(None if listed_kind is None else kind_description(listed_kind))
 
     def set_descriptions(self, texts: Sequence[tuple[bytes, str]]) -> None:
         """Store descriptions of entries, passed as (key, text) pairs."""
@@ -296,7 +296,7 @@ class Redis(SingleTierBackend):
                     self._counters.add("saved_chunks")
                     self._counters.add("saved_bytes", len(entries[position].data))
             crowded = _REFUSED in results.values() and self._max_bytes is not None
-            if crowded and self._count.sum_again():
+            if crowded and self._count.refresh_sum():
                 # The sum of the sizes has been corrected, so the entries may fit now.
                 for position in refused:
                     del results_by_position[position]
@@ -445,7 +445,7 @@ class Redis(SingleTierBackend):
         for group in batches([(at, stop - begin) for at, (_, begin, stop) in enumerate(ranges)], _KEYS_AT_ONCE, _BYTES_AT_ONCE):
             requests = [ranges[at] for at in group]
             commands: list[Command] = [
-                (bytes_up_to(stop - begin), "GETRANGE", ENTRY + keys[index], begin, stop - 1) for index, begin, stop in requests
+                (bytes_check(stop - begin), "GETRANGE", ENTRY + keys[index], begin, stop - 1) for index, begin, stop in requests
             ]
             values = self._client.send_all("get", commands)
             for (index, begin, stop), value in zip(requests, values, strict=False):

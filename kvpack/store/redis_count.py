@@ -24,7 +24,7 @@ from kvpack.runtime.threads import Lock
 
 from .backend import StoredEntry
 from .counters import Counters
-from .entry_descriptions import Descriptions, parse_text
+from .entry_descriptions import Descriptions, parse_description
 from .redis_client import Client
 from .redis_replies import integer
 from .redis_scripts import KEYS
@@ -80,7 +80,7 @@ class EntryCount:
                     self._summed = None
                     self._step(self._recount)
 
-    def sum_again(self) -> bool:
+    def refresh_sum(self) -> bool:
         """Sum the sizes again, unless this was done in the last ``MIN_RECOUNT_SECONDS``. Returns True if the new sum is complete."""
         with self._lock:
             if self._summed is None or time.monotonic() - self._summed < MIN_RECOUNT_SECONDS:
@@ -206,7 +206,7 @@ def _parse_totals(fields: Mapping[bytes, bytes]) -> list[tuple[str, int, int]] |
                 result.append((value.decode(), entries, size))
     except (KeyError, ValueError):
         return None
-    return result if all(parse_text(text) is not None and entries >= 0 and size >= 0 for text, entries, size in result) else None
+    return result if all(parse_description(text) is not None and entries >= 0 and size >= 0 for text, entries, size in result) else None
 
 
 def list_pages(client: Client, script: str, *before: str, at_once: int, after: Sequence[str] = ()) -> Iterator[StoredEntry]:

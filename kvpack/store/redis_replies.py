@@ -35,7 +35,7 @@ def integers(count: int) -> Callable[[Any], list[int]]:
     return lambda reply: [integer(item) for item in _check_list(reply, f"{count} integers", count)]
 
 
-def bytes_up_to(max_bytes: int) -> Callable[[Any], bytes]:
+def bytes_check(max_bytes: int) -> Callable[[Any], bytes]:
     """Return a check that accepts at most ``max_bytes`` bytes."""
 
     def check(reply: Any) -> bytes:
@@ -65,7 +65,7 @@ def key_list(reply: Any) -> list[bytes]:
 
 def fronts_check(max_bytes: int) -> Callable[[Any], list[Any]]:
     """Return a check that accepts only a number, followed for each entry by an error, or by its size and at most ``max_bytes`` bytes."""
-    check_bytes = bytes_up_to(max_bytes)
+    check_bytes = bytes_check(max_bytes)
 
     def check(reply: Any) -> list[Any]:
         found = _check_list(reply, "a number, then sizes and bytes")
@@ -113,7 +113,7 @@ def put_results_check(front_bytes: int) -> Callable[[Any], list[Any]]:
     def result(item: Any) -> Any:
         if type(item) is list:
             _check_list(item, "a front and a size", 2)
-            return bytes_up_to(front_bytes)(item[0]), integer(item[1])
+            return bytes_check(front_bytes)(item[0]), integer(item[1])
         return integer(item)
 
     def check(reply: Any) -> list[Any]:
@@ -121,7 +121,7 @@ def put_results_check(front_bytes: int) -> Callable[[Any], list[Any]]:
             return [-1]
         found = _check_list(reply, "two integers, a message and a list of results", 4)
         results = [result(item) for item in _check_list(found[3], "a list of results")]
-        return [integer(found[0]), integer(found[1]), bytes_up_to(_MESSAGE_BYTES)(found[2]), results]
+        return [integer(found[0]), integer(found[1]), bytes_check(_MESSAGE_BYTES)(found[2]), results]
 
     return check
 
@@ -129,7 +129,7 @@ def put_results_check(front_bytes: int) -> Callable[[Any], list[Any]]:
 def parse_entry_page(reply: Any) -> tuple[bytes, bytes]:
     """Check the reply of a script that lists a page of entries. Returns its cursor and the bytes of its entries."""
     result = _check_list(reply, "a cursor and entries", 2)
-    entries = bytes_up_to(_PAGE_BYTES)(result[1])
+    entries = bytes_check(_PAGE_BYTES)(result[1])
     if len(entries) % LISTED_BYTES:
         raise _unexpected_reply(reply, f"{LISTED_BYTES} bytes for each entry")
     return _cursor(result[0]), entries

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .backend import MAX_ENTRY_BYTES, Backend, StoredEntry
 from .catalog import Catalog, read_catalog
 from .directory import Directory
-from .entry_descriptions import OTHER_KINDS, chunk_text, kind_text
+from .entry_descriptions import OTHER_KINDS, chunk_description, kind_description
 from .redis import Redis
 
 if TYPE_CHECKING:
@@ -90,11 +90,11 @@ def _described_entries(catalog: Catalog) -> list[tuple[str, bytes, int]]:
     """Return (description, key, size in bytes) for each readable entry."""
     result: list[tuple[str, bytes, int]] = []
     for entry in catalog.entries.values():
-        result.append((chunk_text(tuple(entry.model.items()), entry.recipe, entry.tokens), entry.stored.key, entry.stored.size))
+        result.append((chunk_description(tuple(entry.model.items()), entry.recipe, entry.tokens), entry.stored.key, entry.stored.size))
     for kind, stored in (
         *(("pages", page) for page in catalog.pages.values()),
         *(("states", states.stored) for states in catalog.states.values()),
         *(("bases", basis.stored) for basis in catalog.bases.values()),
     ):
-        result.append((kind_text(kind), stored.key, stored.size))
+        result.append((kind_description(kind), stored.key, stored.size))
     return result

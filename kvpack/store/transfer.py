@@ -152,7 +152,7 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
     )
 
 
-def chunk_at(location: Any, exported: ExportedPrefix, options: StoreOptions) -> int | None:
+def stored_chunk_size(location: Any, exported: ExportedPrefix, options: StoreOptions) -> int | None:
     """Return the chunk size, in tokens, with which a prefix is stored at a location, or None if it is not stored there.
 
     Does not change the location. Raises the errors of opening it.

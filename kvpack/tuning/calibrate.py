@@ -76,7 +76,7 @@ _SAMPLE_TOKENS = 256
 
 
 @dataclass(frozen=True)
-class Settings:
+class CalibrationSettings:
     """Settings of a calibration. None selects the default, or the limit of the model and the text if that is smaller.
 
     Attributes:
@@ -105,7 +105,7 @@ class Settings:
 
 
 def run(
-    model: str | None, text: str | None, out: str, settings: Settings, *, dtype: str = "fp16", progress: Progress | None = None
+    model: str | None, text: str | None, out: str, settings: CalibrationSettings, *, dtype: str = "fp16", progress: Progress | None = None
 ) -> dict[str, Any]:
     """Calibrate a model on a text, write the basis to ``out``, and return a report as JSON values.
 
@@ -182,7 +182,7 @@ def run(
     }
 
 
-def _choose_sizes(settings: Settings, text: Text, longest: int | None, max_positions: int | None) -> tuple[int, int, int]:
+def _choose_sizes(settings: CalibrationSettings, text: Text, longest: int | None, max_positions: int | None) -> tuple[int, int, int]:
     """Return the tokens per window, the predicted tokens per window, and the number of windows.
 
     Raises InvalidParameter if a setting exceeds the limits of the model or the text.
@@ -204,7 +204,7 @@ def _choose_sizes(settings: Settings, text: Text, longest: int | None, max_posit
     return tokens, scored_tokens, windows
 
 
-def _position_counts(settings: Settings, longest: int | None, max_positions: int | None) -> tuple[int, int]:
+def _position_counts(settings: CalibrationSettings, longest: int | None, max_positions: int | None) -> tuple[int, int]:
     """Return the numbers of positions over which balanced frames and klt's rows are averaged."""
     if settings.positions is not None:
         return settings.positions, settings.positions
@@ -212,7 +212,7 @@ def _position_counts(settings: Settings, longest: int | None, max_positions: int
     return min([POSITIONS, *limits]), min([ROWS_POSITIONS, *limits])
 
 
-def _windows_for_widths(model: Any, text: Text, settings: Settings) -> list[torch.Tensor]:
+def _windows_for_widths(model: Any, text: Text, settings: CalibrationSettings) -> list[torch.Tensor]:
     """Return windows of the text for ``measure_tensor_losses``. Raises InvalidParameter if the text is too short."""
     tokens = window_tokens(None, WIDTHS_TOKENS, text, position_limit(model))
     size = ids_per_window(tokens, text)

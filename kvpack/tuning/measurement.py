@@ -12,7 +12,7 @@ import torch
 
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
-from kvpack.evaluation.windows import UncompressedResult, packed_file, read_packed, read_uncompressed
+from kvpack.evaluation.windows import UncompressedResult, evaluate_packed, evaluate_uncompressed, packed_file
 
 from .file_sizes import FileLength
 
@@ -71,7 +71,7 @@ class Windows:
         """Read windows ``[1, token]`` without packing. Returns the complete predictions for the first window."""
         first = None
         for tokens in windows:
-            result = read_uncompressed(self.model, tokens, scored_tokens)
+            result = evaluate_uncompressed(self.model, tokens, scored_tokens)
             first = first or result
             pairs = [(k.to(torch.bfloat16), v.to(torch.bfloat16)) for k, v in result.first]
             self.exact.append(replace(result, pairs=pairs, seen={}))
@@ -93,13 +93,13 @@ class Windows:
 
     def _measure(self, exact: UncompressedResult, recipe: str) -> Loss:
         packed = packed_file(exact.first, Recipe(recipe, self.basis), os.path.join(self.folder, "window.kvpack"))
-        predicted = read_packed(self.model, exact, packed)
+        predicted = evaluate_packed(self.model, exact, packed)
         self.step()
         size, values = self.length.file_bytes(predicted.whole), self.length.values(predicted.whole)
         return Loss([predicted.kl_divergence], [predicted.log_perplexity], size, values)
 
 
-def read_once(
+def evaluate_once(
     searched: Windows, windows: Sequence[torch.Tensor], scored_tokens: int, recipes: Sequence[str]
 ) -> tuple[list[float], dict[str, Loss]]:
     """Return the losses of the uncompressed model and of ``recipes`` in ``windows``. Only one window is in memory at a time.

@@ -71,7 +71,7 @@ class Framing:
         ``x`` is ``[batch, kv_head, token, dim]``.
         """
         rope = self.ropes[layer] if side == "k" else None
-        x = x if rope is None else rope.rotate(x.to(torch.float32), 0, back=True)
+        x = x if rope is None else rope.rotate(x.to(torch.float32), 0, inverse=True)
         return x if self.scope == "head" else x.transpose(1, 2).flatten(2)[:, None]
 
 
@@ -99,7 +99,7 @@ class KeyMoments:
         """
         counted = _encoded_tokens(k)
         x = k[0].to(torch.float64)[:, counted]
-        before = x if rope is None else rope.rotate(k[0].to(torch.float32), 0, back=True).to(torch.float64)[:, counted]
+        before = x if rope is None else rope.rotate(k[0].to(torch.float32), 0, inverse=True).to(torch.float64)[:, counted]
         count = torch.tensor(float(rows), dtype=torch.float64, device="cpu")
         return cls(counted.sum().to(torch.float64), count, x.transpose(1, 2) @ x, queries, _products_in_pages(k, counted), before.sum(1))
 

@@ -10,7 +10,7 @@ import torch
 from kvpack.coding.bases import LOSSES, Basis
 from kvpack.coding.presets import RAW_CLAUSE, calibrated_codec
 from kvpack.coding.recipes import Recipe
-from kvpack.evaluation.windows import pack_as_bf16, read_over, read_uncompressed
+from kvpack.evaluation.windows import evaluate_over, evaluate_uncompressed, pack_as_bf16
 
 MEASURED_BITS = 2
 """Bit width at which tensors are measured: small enough for losses above the noise, and large enough that losses add up."""
@@ -35,7 +35,7 @@ def measure_tensor_losses(model: Any, basis: Basis, windows: Sequence[torch.Tens
     layers = basis.described_layer_count
     losses = {side: [0.0] * layers for side in "kv"}
     for tokens in windows:
-        exact = read_uncompressed(model, tokens, max(1, (tokens.shape[1] - 1) // SCORED_PART))
+        exact = evaluate_uncompressed(model, tokens, max(1, (tokens.shape[1] - 1) // SCORED_PART))
         step()
         packed = pack_as_bf16(exact.first, recipe)
         for layer, (k, v) in enumerate(exact.first[:layers]):
@@ -44,7 +44,7 @@ def measure_tensor_losses(model: Any, basis: Basis, windows: Sequence[torch.Tens
             assert decoded_v is not None
             for side, pair in (("k", (decoded_k, v)), ("v", (k, decoded_v))):
                 pairs = [*exact.first[:layer], pair, *exact.first[layer + 1 :]]
-                losses[side][layer] += read_over(model, exact, pairs).kl_divergence / len(windows)
+                losses[side][layer] += evaluate_over(model, exact, pairs).kl_divergence / len(windows)
                 step()
     floor = min(map(min, losses.values()))
     return {LOSSES.format(side=side): ",".join(f"{loss - floor:.3g}" for loss in found) for side, found in losses.items()}

@@ -47,7 +47,7 @@ from .candidates import (
 )
 from .file_sizes import FileLength
 from .journal import open_journal
-from .measurement import Windows, read_once
+from .measurement import Windows, evaluate_once
 from .results import recipe_file, results
 from .search import Search, recipe_count, thorough_search
 from .widths import recipe_count as width_recipe_count
@@ -72,7 +72,7 @@ MAX_GROUP_TOKENS = 128
 
 
 @dataclass(frozen=True)
-class Settings:
+class TuningSettings:
     """Sizes of a search. None selects the default, or the limit of the model and the text if that is smaller.
 
     ``tokens`` is the size of a window. Its last ``scored_tokens`` tokens are scored. The search uses ``windows`` windows, and the report
@@ -92,7 +92,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class _WindowSizes:
-    """The sizes of ``Settings``, with defaults and limits applied."""
+    """The sizes of ``TuningSettings``, with defaults and limits applied."""
 
     tokens: int
     score: int
@@ -122,7 +122,7 @@ def run(
     model: str | None,
     text: str | None,
     bits: float,
-    settings: Settings,
+    settings: TuningSettings,
     *,
     widths: bool = False,
     candidates: Sequence[str] | None = None,
@@ -181,7 +181,7 @@ def run(
             tuned, uniform = (search_by_widths if widths else thorough_search)(search)
         finally:
             journal.write()
-        held_out_losses = read_once(
+        held_out_losses = evaluate_once(
             searched,
             held_out_windows,
             sizes.score,
@@ -231,7 +231,7 @@ def _default_candidates(basis: Basis | None, *, widths: bool = False, only_atten
     return (*THOROUGH_CANDIDATES, *CALIBRATED, *framed)
 
 
-def _choose_window_sizes(settings: Settings, text: Text, max_positions: int | None) -> _WindowSizes:
+def _choose_window_sizes(settings: TuningSettings, text: Text, max_positions: int | None) -> _WindowSizes:
     tokens = window_tokens(settings.tokens, DEFAULT_TOKENS, text, max_positions)
     if settings.tokens is None:
         # A short text makes two windows, one of them held out. Whole token groups leave no raw tail.
@@ -249,7 +249,7 @@ def _choose_window_sizes(settings: Settings, text: Text, max_positions: int | No
     return _WindowSizes(tokens, scored_tokens, windows, held_out_windows)
 
 
-def _choose_windows(text: Text, sizes: _WindowSizes, settings: Settings) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _choose_windows(text: Text, sizes: _WindowSizes, settings: TuningSettings) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the windows of the search, which are spread over the text, and the held-out windows between them."""
     size, count = ids_per_window(sizes.tokens, text), sizes.windows + sizes.held_out
     every = [window(text, start, size).to(settings.device) for start in window_starts(len(text.ids), size, count, settings.seed)]

@@ -88,7 +88,7 @@ def test_a_sweep_is_plotted(tmp_path: Path) -> None:
         *({"recipe": recipe, "whole_seconds": 5e-6, "of_bf16": 0.5, "error": 1e-4} for recipe in kernels.RECIPES),
     ]
     sweep = [{**kernels.SWEEP._asdict(), "tokens": tokens, "rows": rows} for tokens in (1024, 2048)]
-    kernels_plot.draw({"device": "a device", "sweep": sweep}, tmp_path / "kernels")
+    kernels_plot.save_plot({"device": "a device", "sweep": sweep}, tmp_path / "kernels")
     text = (tmp_path / "kernels.svg").read_text()
     assert (tmp_path / "kernels.png").stat().st_size > 1000
     assert text.startswith("<?xml")

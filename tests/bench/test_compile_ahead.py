@@ -90,7 +90,7 @@ import torch
 import kvpack
 from kvpack.bench import compile_ahead
 
-shape = compile_ahead.Shape()
+shape = compile_ahead.ModelShape()
 q = torch.zeros(1, shape.q_heads, 1, shape.dim, dtype=torch.bfloat16)
 found = []
 for tokens in (1000, 1001, 1002, 1004):
@@ -118,7 +118,7 @@ import torch
 import kvpack
 from kvpack.bench import compile_ahead
 
-(k, v), = compile_ahead.random_pairs(compile_ahead.Shape(), 300)
+(k, v), = compile_ahead.random_pairs(compile_ahead.ModelShape(), 300)
 cache = kvpack.pack([(k, v)], RECIPE)
 with compile_ahead.collect_kernels(compile_ahead.representative_gpu(90)) as ahead:
     for call in compile_ahead.calls_to_compile(kvpack.Recipe(RECIPE)).values():

@@ -31,7 +31,7 @@ def found(model: Any) -> kvpack.bench.evaluate.Evaluation:
 
 @pytest.mark.scenario
 def test_results_equal_those_of_bench_quality(found: kvpack.bench.evaluate.Evaluation) -> None:
-    settings = quality.Settings(**SIZES, needles=0)
+    settings = quality.QualitySettings(**SIZES, needles=0)
     expected = quality.run(None, None, ["octopus-3", "kivi-2"], settings, reference="fp8")
     for mine, theirs in zip(found.rows, expected["recipes"], strict=True):
         assert {name: theirs[name] for name in mine} == mine

@@ -40,7 +40,7 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.models import demo_text, model_folder
 
 RECIPES = ["bf16", "kivi-2", "kv=group:b=8,g=32"]
-SETTINGS = quality.Settings(tokens=512, scored_tokens=96, windows=2, needles=1)
+SETTINGS = quality.QualitySettings(tokens=512, scored_tokens=96, windows=2, needles=1)
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
@@ -60,7 +60,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def exact(model: Any) -> windows.UncompressedResult:
-    return windows.read_uncompressed(model, torch.tensor([[256, *demo_text()[:416]]]), 96)
+    return windows.evaluate_uncompressed(model, torch.tensor([[256, *demo_text()[:416]]]), 96)
 
 
 def by_recipe(report: Any) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def test_a_row_summarizes_its_windows(report: Any) -> None:
 def test_passes_that_fit_the_raw_tail_see_packed_tokens(model: Any, exact: windows.UncompressedResult, tmp_path: Path) -> None:
     def divergence(step: int) -> float:
         cache = windows.packed_file(exact.first, "kv=scalar:b=2;tail=8", str(tmp_path / "window"))
-        found = windows.read_packed(model, exact, cache, step)
+        found = windows.evaluate_packed(model, exact, cache, step)
         assert found.whole.tokens == 416
         return found.kl_divergence
 
@@ -170,7 +170,8 @@ def test_ratios_to_the_reference_are_paired_by_window() -> None:
 
 
 def test_the_reference_is_measured() -> None:
-    found = quality.run(None, None, ["kivi-2"], quality.Settings(tokens=128, scored_tokens=16, windows=2, needles=0), reference="fp8")
+    settings = quality.QualitySettings(tokens=128, scored_tokens=16, windows=2, needles=0)
+    found = quality.run(None, None, ["kivi-2"], settings, reference="fp8")
     rows = by_recipe(found)
     assert set(rows) == {"kivi-2", "fp8"}
     assert rows["kivi-2"]["of_reference"]["ratio"] > 1 == rows["fp8"]["of_reference"]["ratio"]
@@ -181,7 +182,7 @@ def test_forgetting_the_past_is_the_upper_bound_of_errors(report: Any, model: An
     assert forgotten["kl_divergence"] > max(row["kl_divergence"] for row in report["recipes"])
     assert forgotten["kl_divergence"] == pytest.approx(sum(window["kl_divergence"] for window in forgotten["windows"]) / 2)
     # With the whole past kept, nothing is forgotten; the positions are those of the text.
-    assert windows.read_forgotten(model, exact, exact.prefix).kl_divergence < 1e-6
+    assert windows.evaluate_forgotten(model, exact, exact.prefix).kl_divergence < 1e-6
     model.set_attn_implementation("sdpa")
     with torch.inference_mode():
         hidden = torch.full((1, 1, 96, 416), float("-inf"))
@@ -193,7 +194,7 @@ def test_forgetting_the_past_is_the_upper_bound_of_errors(report: Any, model: An
     expected = functional.kl_div(
         functional.log_softmax(logits.double(), -1), exact.log_probabilities.double(), reduction="sum", log_target=True
     )
-    assert windows.read_forgotten(model, exact).kl_divergence == pytest.approx(float(expected) / 96, rel=1e-3)
+    assert windows.evaluate_forgotten(model, exact).kl_divergence == pytest.approx(float(expected) / 96, rel=1e-3)
 
 
 def test_bytes_are_those_of_a_file_with_the_window(exact: windows.UncompressedResult, model: Any, tmp_path: Path) -> None:
@@ -246,14 +247,14 @@ def test_the_divergence_equals_its_definition() -> None:
 @pytest.mark.scenario
 def test_the_same_seed_gives_the_same_result(report: Any) -> None:
     assert without_times(quality.run(None, None, RECIPES, SETTINGS)) == without_times(report)
-    other = quality.run(None, None, ["bf16"], quality.Settings(tokens=256, scored_tokens=8, windows=2, needles=0, seed=1))
+    other = quality.run(None, None, ["bf16"], quality.QualitySettings(tokens=256, scored_tokens=8, windows=2, needles=0, seed=1))
     assert [window["start"] for window in other["uncompressed"]["windows"]] != window_starts(2500, 256, 2, 0)
     assert other["uncompressed"]["needles"] is other["recipes"][0]["needles"] is None
 
 
 @pytest.mark.scenario
 def test_one_window_has_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = quality.run(None, None, ["bf16"], quality.Settings(tokens=64, windows=1, needles=0), out=str(tmp_path))
+    found = quality.run(None, None, ["bf16"], quality.QualitySettings(tokens=64, windows=1, needles=0), out=str(tmp_path))
     assert found["recipes"][0]["log_perplexity_difference_interval"] is None
     assert found["settings"]["score"] == 32
     quality.show(found)
@@ -293,7 +294,7 @@ def test_verdict_names_recipes_whose_interval_alone_is_above_a_limit() -> None:
 
 @pytest.mark.scenario
 def test_preliminary_results_are_printed_immediately(tmp_path: Path) -> None:
-    settings = quality.Settings(tokens=1024, windows=2, needles=1, scored_tokens=16, generated=4)
+    settings = quality.QualitySettings(tokens=1024, windows=2, needles=1, scored_tokens=16, generated=4)
     lines: list[str] = []
     quality.run(None, None, ["kivi-2"], settings, reference="fp8", show_line=lines.append)
     assert [line.partition(":")[0] for line in lines] == [
@@ -400,9 +401,9 @@ def test_sampled_tokens_are_as_frequent_as_predicted() -> None:
 
 
 def test_moved_keys_keep_the_function_and_hurt_coarse_codecs() -> None:
-    sizes = quality.Settings(tokens=256, scored_tokens=32, windows=2, needles=0)
+    sizes = quality.QualitySettings(tokens=256, scored_tokens=32, windows=2, needles=0)
     plain = quality.run(None, None, ["kv=scalar:b=3"], sizes)
-    moved = quality.run(None, None, ["kv=scalar:b=3"], quality.Settings(**{**vars(sizes), "offset": 10.0}))
+    moved = quality.run(None, None, ["kv=scalar:b=3"], quality.QualitySettings(**{**vars(sizes), "offset": 10.0}))
     assert moved["offset"]["largest_logit_difference"] < 1e-4
     assert moved["uncompressed"]["perplexity"] == pytest.approx(plain["uncompressed"]["perplexity"], rel=1e-4)
     assert moved["forgotten"]["kl_divergence"] == pytest.approx(plain["forgotten"]["kl_divergence"], rel=1e-3)
@@ -444,7 +445,7 @@ def test_a_model_with_kvpacks_texts_is_recognized_by_them(tmp_path: Path, capsys
     # Without a tokenizer tokens are bytes.
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**TINY, vocab_size=257, max_position_embeddings=300)).save_pretrained(tmp_path / "m")
-    sizes = quality.Settings(tokens=96, scored_tokens=32, windows=2, needles=0, generated=20)
+    sizes = quality.QualitySettings(tokens=96, scored_tokens=32, windows=2, needles=0, generated=20)
     found = quality.run(tmp_path / "m", None, ["kivi-2"], sizes, reference="fp8")
     assert found["text"] == "kvpack's prose"
     assert found["precision"] == "fp32 on a CPU"
@@ -511,12 +512,12 @@ def test_a_model_with_a_tokenizer_is_measured(tmp_path: Path) -> None:
     text.write_text("<s> " + " ".join(f"w{number % 48}" for number in range(200)))
     read = read_text(str(text), tmp_path, 50)
     assert (read.start, list(read.ids[:3]), len(read.ids), read.is_byte_level) == ((0,), [2, 3, 4], 200, False)
-    found = quality.run(str(tmp_path), str(text), ["kivi-4"], quality.Settings(tokens=64, scored_tokens=32))
+    found = quality.run(str(tmp_path), str(text), ["kivi-4"], quality.QualitySettings(tokens=64, scored_tokens=32))
     assert found["settings"]["windows"] == 3
     assert found["settings"]["needles"] == 0
     assert found["recipes"][0]["perplexity"] == pytest.approx(found["uncompressed"]["perplexity"], rel=0.01)
     with pytest.raises(InvalidParameter, match="--needles is 1, expected 0 prompts"):
-        quality.run(str(tmp_path), str(text), ["kivi-4"], quality.Settings(tokens=64, needles=1))
+        quality.run(str(tmp_path), str(text), ["kivi-4"], quality.QualitySettings(tokens=64, needles=1))
 
 
 def test_a_model_that_cannot_read_bytes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -642,11 +643,11 @@ def cluttered(spread: float) -> Any:
 
 
 def test_a_token_is_planted_in_the_middle_of_the_packed_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    read, exactly = [], quality.read_uncompressed
+    read, exactly = [], quality.evaluate_uncompressed
     monkeypatch.setattr(
-        quality, "read_uncompressed", lambda model, tokens, scored_tokens: read.append(tokens) or exactly(model, tokens, scored_tokens)
+        quality, "evaluate_uncompressed", lambda model, tokens, scored_tokens: read.append(tokens) or exactly(model, tokens, scored_tokens)
     )
-    sizes = quality.Settings(tokens=64, scored_tokens=16, windows=2, needles=0)
+    sizes = quality.QualitySettings(tokens=64, scored_tokens=16, windows=2, needles=0)
     for settings in (sizes, replace(sizes, inserted="\x01")):
         report = quality.run(None, None, ["kv=scalar:b=2"], settings)
     assert report["cpu_seconds"] > 0
@@ -687,7 +688,7 @@ def test_narrow_plots_have_labels_next_to_the_points() -> None:
         row.update(bits_per_value=2.0**number, kl_divergence=10.0**-number)
     # So close to the next one that the name does not fit between them.
     report["recipes"][3].update(bits_per_value=15.0, kl_divergence=1.1e-4)
-    figure = quality_plot.library().Figure(figsize=(5.6, 4.2))
+    figure = quality_plot.import_figure_module().Figure(figsize=(5.6, 4.2))
     axes = figure.subplots()
     quality_plot.plot(axes, report, narrow=True)
     assert axes.get_legend() is None
@@ -713,7 +714,7 @@ def test_every_codec_has_its_own_color() -> None:
 @pytest.mark.scenario
 def test_one_report_gives_one_plot(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        quality_plot.draw(cluttered(0.05), tmp_path / name)
+        quality_plot.save_plot(cluttered(0.05), tmp_path / name)
     for suffix in (".png", ".svg"):
         assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
     assert "recipe-11" in (tmp_path / "a.svg").read_text()

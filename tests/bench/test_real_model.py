@@ -82,7 +82,7 @@ def test_code_basis_is_selected_by_name(cache: Path, monkeypatch: pytest.MonkeyP
     assert real_model.basis() is None
     seen: list[Any] = []
 
-    def run(model: object, text: object, recipes: object, settings: quality.Settings, **given: object) -> None:
+    def run(model: object, text: object, recipes: object, settings: quality.QualitySettings, **given: object) -> None:
         seen.append((settings.others, given["basis"], given["default_basis"]))
         raise InvalidParameter("seen")
 

@@ -47,7 +47,7 @@ def run(folder: str) -> str:
     Raises MissingFile if a report does not exist, InvalidParameter if its contents are invalid, WriteFailed if the plot cannot be written,
     and MissingPackage without matplotlib.
     """
-    quality_plot.library()
+    quality_plot.import_figure_module()
     import matplotlib
 
     quality, kernels = _report(folder, "quality", "recipes"), _report(folder, "kernels", "sweep")
@@ -96,7 +96,7 @@ def _speeds(folder: str, report: dict[str, Any]) -> list[tuple[str, float, float
 def _figure(quality: dict[str, Any], speeds: list[tuple[str, float, float]], device: str) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    result = quality_plot.library().Figure(figsize=_SIZE, dpi=100, layout="constrained")
+    result = quality_plot.import_figure_module().Figure(figsize=_SIZE, dpi=100, layout="constrained")
     FigureCanvasAgg(result)
     top, bottom = result.subplots(2, 1)
     quality_plot.plot(top, quality, narrow=True)

@@ -24,7 +24,7 @@ from kvpack.coding.recipes import Recipe
 from kvpack.coding.recorded_presets import RECORDED
 from kvpack.evaluation.models import read_text, vocabulary, window
 from kvpack.evaluation.twins import make_twin, offset_keys
-from kvpack.evaluation.windows import measure, read_uncompressed
+from kvpack.evaluation.windows import evaluate_uncompressed, measure
 from kvpack.file.atomic import write_file
 from kvpack.formats.errors import InvalidParameter
 from kvpack.models import load_model, model_folder
@@ -163,7 +163,7 @@ def _measure(settings: Settings, rows: Sequence[Row], number: int, threads: int)
     if settings.offset is not None:
         offset_keys(model, settings.offset, sample, 0)
     start = round(number * (len(text.ids) - size) / max(1, settings.windows - 1))
-    exact = read_uncompressed(model, window(text, start, size).to(model.device), SCORE)
+    exact = evaluate_uncompressed(model, window(text, start, size).to(model.device), SCORE)
     found = _found(settings, number)
     with tempfile.TemporaryDirectory(prefix="kvpack-bench-") as name:
         for row in (row for row in rows if row.name not in found):

@@ -10,7 +10,7 @@ import torch
 import kvpack
 from kvpack import cli
 from kvpack.coding.bases import LOSSES, Basis
-from kvpack.coding.calibrated_presets import MAX_WIDTH, widths
+from kvpack.coding.calibrated_presets import MAX_WIDTH, choose_widths
 from kvpack.coding.presets import KVPACK_PRESETS, MAX_LOG8_BITS
 from kvpack.errors import InvalidHeader, InvalidParameter
 from kvpack.integrations.recipes import recipe_with_basis
@@ -91,15 +91,15 @@ def test_tables_of_short_codes_are_small(name: str, states: int) -> None:
 def test_widths_have_the_requested_average() -> None:
     losses = {(layer, side): 4.0 ** -layer for layer in range(6) for side in "kv"}
     for average in (1, 2, 5, MAX_WIDTH):
-        found = widths(losses, average)
+        found = choose_widths(losses, average)
         assert sum(found.values()) == average * len(losses)
         assert sorted(found.values(), reverse=True) == [found[layer, side] for layer in range(6) for side in "kv"]
-    assert widths({}, 3) == {}
+    assert choose_widths({}, 3) == {}
 
 
 def test_layers_without_a_measured_loss_get_enough_bits() -> None:
     losses = {(layer, "k"): 0.0 if layer % 2 else 0.001 for layer in range(8)}
-    assert set(widths(losses, 3).values()) == {2, 4}
+    assert set(choose_widths(losses, 3).values()) == {2, 4}
 
 
 def test_key_norms_are_finer_with_fine_codes() -> None:

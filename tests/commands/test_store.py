@@ -14,7 +14,7 @@ import torch
 
 import kvpack
 from kvpack import cli
-from kvpack.commands.command_store import byte_count
+from kvpack.commands.command_store import parse_byte_count
 from kvpack.file import container
 from kvpack.file.inputs import ID_BYTES
 from kvpack.file.limits import MAX_BINARY_BYTES
@@ -411,7 +411,7 @@ def test_impossible_sizes_are_refused(number: str, folder: Path, capsys: pytest.
     [("0", 0), ("1000", 1000), ("10B", 10), ("1GB", 10**9), ("1.5 GiB", 3 * 2**29), ("512MiB", 2**29), ("2kb", 2000), ("0.0009KB", 0)],
 )
 def test_sizes_have_units(text: str, count: int) -> None:
-    assert byte_count(text) == count
+    assert parse_byte_count(text) == count
 
 
 @pytest.mark.parametrize("kind", ["redis", "s3"])

@@ -171,7 +171,7 @@ def test_the_parameter_is_stored_only_if_it_is_not_the_default() -> None:
             Group.from_params({name: entry for name, entry in (params | {"scale_dtype": value}).items() if name != "id"})
     with pytest.raises(InvalidParameter, match="unknown parameters extra"):
         Group.from_params({name: entry for name, entry in (params | {"extra": 1}).items() if name != "id"})
-    assert not group().same_codes(group(scales="fp16"))
+    assert not group().has_same_codes(group(scales="fp16"))
 
 
 def range_after(codec: Group, x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:

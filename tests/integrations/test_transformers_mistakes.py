@@ -252,7 +252,7 @@ except ImportError as error:
         ("redis", "kvpack.Store('redis://localhost', kvpack.Identity('m', 'raw'))", "redis"),
         ("obstore", "kvpack.Store('s3://bucket', kvpack.Identity('m', 'raw'))", "object-store"),
         ("cryptography", "kvpack.Store('x', kvpack.Identity('m', 'raw'), encryption={'a': bytes(16)})", "encryption"),
-        ("matplotlib", "from kvpack.bench import quality_plot; quality_plot.library()", "bench"),
+        ("matplotlib", "from kvpack.bench import quality_plot; quality_plot.import_figure_module()", "bench"),
     ],
 )
 def test_a_missing_package_is_reported_with_advice(package: str, code: str, extra: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from kvpack.cache.layer import Layer
 from kvpack.coding.recipes import parse_recipe
 from kvpack.kernels.attend import attention as triton_attention
 from kvpack.kernels.attend.growing import GrowingCall
-from kvpack.kernels.attend.prepared import Options
+from kvpack.kernels.attend.prepared import AttendOptions
 from kvpack.kernels.cpu import attend, sides, unpack
 from support.interpreter import needs_loaded_bounds
 from support.klt_bases import with_random_balanced
@@ -54,7 +54,7 @@ def test_one_cached_matrix_maps_queries_to_the_frame(words: str) -> None:
     k, v = keys_and_values(words)
     layer = Layer(random_side(k, 2, (64,), 9, 1), random_side(v, 2, (64,), 9, 2))
     q = torch.randn(1, 4, 1, 64, generator=torch.Generator().manual_seed(0))
-    assert triton_attention.prepare(q, layer, Options(0.125)).runs_only_kernels
+    assert triton_attention.prepare(q, layer, AttendOptions(0.125)).runs_only_kernels
     assert GrowingCall.supports(q, layer)
 
 

@@ -15,13 +15,13 @@ def test_a_bound_loader_is_identified_by_the_source_of_its_functions() -> None:
     # kernel compiled before an update would be taken from the disk after it.
     from kvpack.kernels.tables.shared_tables import SharedTable
     from kvpack.kernels.tiles import loaders
-    from kvpack.kernels.tiles.bound_loader import Mode, bind
+    from kvpack.kernels.tiles.bound_loader import LoadMode, bind
 
     names = []
     for codec in ("group:b=4,g=32", "group:b=4,g=32,token_scale=fp16", "scalar:b=3"):
         tiles = loaders.find_tiles(parse_recipe(f"kv={codec}").codec(0, 1, "k", 128))
         assert tiles is not None
-        bound = bind(tiles, Mode(SharedTable(), False, True), None, (), False)
+        bound = bind(tiles, LoadMode(SharedTable(), False, True), None, (), False)
         for function in (bound.load, bound.decode, bound.factor):
             assert function is None or function.cache_key in bound.cache_key
         assert bound._replace(offset=True).cache_key != bound.cache_key

@@ -96,7 +96,7 @@ def test_every_supported_call_agrees_with_torch(family: str, data: st.DataObject
     odd = [
         side.codec
         for side in layer.sides.values()
-        if isinstance(side.codec, CodecWithSidecars) and (side.codec.value_maps or len(side.codec.whole_tokens) > 1)
+        if isinstance(side.codec, CodecWithSidecars) and (side.codec.value_maps or len(side.codec.raw_token_sidecars) > 1)
     ]
     assert attention.cpu_attention(q, layer) is not None or odd
     assert_alike(kvpack.attend(q, layer, **options), by_torch(q, layer, **options), layer)

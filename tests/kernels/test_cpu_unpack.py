@@ -16,7 +16,7 @@ from kvpack.formats.channel_scale import STREAM, ChannelScale
 from kvpack.formats.klt import Klt
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
-from kvpack.formats.sidecar import WholeTokens
+from kvpack.formats.sidecar import RawTokenSidecar
 from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.kernels.cpu import codecs as cpu_codecs
 from kvpack.kernels.cpu import library
@@ -162,8 +162,8 @@ def test_any_side_with_sidecars_agrees_with_formats(data: st.DataObject) -> None
         assert_alike(by_c(side, dtype), side, dtype)
     else:
         assert isinstance(side.codec, CodecWithSidecars)
-        odd = [one for one in side.codec.sidecars if not isinstance(one, ChannelScale | WholeTokens | Outliers | Qjl)]
-        assert odd or len(side.codec.whole_tokens) > 1 or len(side.runs) > 1
+        odd = [one for one in side.codec.sidecars if not isinstance(one, ChannelScale | RawTokenSidecar | Outliers | Qjl)]
+        assert odd or len(side.codec.raw_token_sidecars) > 1 or len(side.runs) > 1
 
 
 @pytest.mark.filterwarnings("ignore:.*which share")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvpack.formats.base import Codec
-    from kvpack.kernels.tiles.bound_loader import BoundLoader, Mode
+    from kvpack.kernels.tiles.bound_loader import BoundLoader, LoadMode
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -78,7 +78,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, int]]]:
         lines.add((str(Path(frame.f_code.co_filename).resolve().relative_to(KERNELS)), frame.f_lineno))
         return execute(*arguments)
 
-    def bind(loader: Any, mode: Mode, *arguments: Any, **options: Any) -> BoundLoader:
+    def bind(loader: Any, mode: LoadMode, *arguments: Any, **options: Any) -> BoundLoader:
         bound, plain = bound_loader.bind(loader, mode, *arguments, **options), mode._replace(fast=False)
 
         def load(*given: Any) -> tuple[Any, Any]:

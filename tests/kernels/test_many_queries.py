@@ -265,7 +265,7 @@ def test_tables_of_layers_known_together_are_computed_at_once(monkeypatch: pytes
     monkeypatch.setattr(many_queries, "_templates", {})
     layers = [layer(1, 96), layer(2, 96), layer(3, 80), layer(4, 96), layer(5, 96), layer(6, 96)]
     q = torch.randn(1, 2, 70, 64, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(DEVICE)
-    expected = [many_queries.ManyQueriesCall(q, each, many_queries.Options(0.125))(q) for each in layers]
+    expected = [many_queries.ManyQueriesCall(q, each, many_queries.AttendOptions(0.125))(q) for each in layers]
     # The last is not known with the others, and the fifth is gone before there are tables.
     layer_sharing.warm_up(map(pages, layers[:5]))
     gone = [weakref.ref(found) for found in pages(layers[4])]
@@ -279,7 +279,8 @@ def test_tables_of_layers_known_together_are_computed_at_once(monkeypatch: pytes
     assert tables[0][1] != tables[1][1]
     # Keys of one layer, and values of another.
     mixed = Layer(layers[3].k, layers[1].v)
-    assert torch.equal(attend_by(many_queries, q, mixed, 0.125), many_queries.ManyQueriesCall(q, mixed, many_queries.Options(0.125))(q))
+    out = many_queries.ManyQueriesCall(q, mixed, many_queries.AttendOptions(0.125))(q)
+    assert torch.equal(attend_by(many_queries, q, mixed, 0.125), out)
 
 
 @pytest.mark.scenario
@@ -301,7 +302,8 @@ def test_pages_of_a_layer_may_have_streams_in_different_orders() -> None:
 
     q = torch.randn(1, 2, 70, 64, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(DEVICE)
     for each in map(layer, (1, 2, 3)):
-        assert torch.equal(attend_by(many_queries, q, each, 0.125), many_queries.ManyQueriesCall(q, each, many_queries.Options(0.125))(q))
+        expected = many_queries.ManyQueriesCall(q, each, many_queries.AttendOptions(0.125))(q)
+        assert torch.equal(attend_by(many_queries, q, each, 0.125), expected)
 
 
 @pytest.mark.scenario
@@ -361,7 +363,7 @@ def test_attend_checks_one_of_the_layers_with_equal_layouts(monkeypatch: pytest.
     assert len(checked) == 1
     for layer, out in zip(layers, found, strict=True):
         many_queries._templates.clear()
-        assert torch.equal(many_queries.ManyQueriesCall(q, layer, many_queries.Options(64**-0.5))(q), out)
+        assert torch.equal(many_queries.ManyQueriesCall(q, layer, many_queries.AttendOptions(64**-0.5))(q), out)
     with pytest.raises(kvpack.InvalidParameter):
         kvpack.attend(q[:, :3], layers[1])
     with pytest.raises(kvpack.InvalidParameter, match="the layer has only tokens"):

@@ -149,7 +149,7 @@ def test_means_agree_with_raw_tokens(k: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_means_agree_in_a_growing_layer(window: int | None) -> None:
     """Launches stay the same as long as their tables and products have room."""
     from kvpack.kernels.attend.growing import GrowingCall
-    from kvpack.kernels.attend.prepared import Options
+    from kvpack.kernels.attend.prepared import AttendOptions
 
     k_codec, v_codec = codecs("scalar:b=3,mean=16,norm=log8", "scalar:b=4,norm=log8", (64, 64))
     q = torch.randn(1, 8, 1, 64, generator=torch.Generator().manual_seed(3))
@@ -159,7 +159,7 @@ def test_means_agree_in_a_growing_layer(window: int | None) -> None:
         layer = Layer(random_side(k_codec, 2, runs, 9, 1), random_side(v_codec, 2, runs, 9, 2))
         there = layer.to(DEVICE)
         if call is None:
-            call = GrowingCall(q.to(DEVICE), there, Options(0.125, sliding_window=window))
+            call = GrowingCall(q.to(DEVICE), there, AttendOptions(0.125, sliding_window=window))
         else:
             changes.append(call.refresh(there))
         expected = exact_attention(q, layer, **mode)
@@ -261,7 +261,7 @@ def test_outliers_that_no_writer_produces_are_left_to_torch() -> None:
 def test_raw_tokens_of_either_side_share_a_launch(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values that binary16 cannot represent stay unchanged."""
     from kvpack.kernels.attend import attention
-    from kvpack.kernels.attend.prepared import Options
+    from kvpack.kernels.attend.prepared import AttendOptions
 
     k, v = random_pairs(1, 300, dims=(64, 64))[0]
     v[:, :, 0] *= size
@@ -271,7 +271,7 @@ def test_raw_tokens_of_either_side_share_a_launch(size: float, monkeypatch: pyte
     expected = exact_attention(q, layer)
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
     there, q = Layer(*(side.to(DEVICE) for side in layer.sides.values())), q.to(DEVICE)
-    launches = attention.prepare(q, there, Options(0.125)).launches
+    launches = attention.prepare(q, there, AttendOptions(0.125)).launches
     assert [int(launch.work[:, 1].sum()) for launch in launches] == [300 - 2 * 64, 2 * 64]
     assert len({launch.v for launch in launches}) == 1
     found = kvpack.attend(q, there).cpu()
@@ -307,7 +307,7 @@ def test_blocks_with_raw_tokens_are_decoded_once_for_any_window(limit: int, monk
 def test_scattered_raw_tokens_do_not_disable_the_kernels(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token in 64 is raw. Only the tokens around the raw ones are decoded first."""
     from kvpack.kernels.attend import attention, segments
-    from kvpack.kernels.attend.prepared import Options
+    from kvpack.kernels.attend.prepared import AttendOptions
 
     monkeypatch.setattr(segments, "MAX_RAW_TOKENS", 64)
     k, v = random_pairs(1, 640, dims=(64, 64))[0]
@@ -318,7 +318,7 @@ def test_scattered_raw_tokens_do_not_disable_the_kernels(recipe: str, monkeypatc
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
     there, q = Layer(*(side.to(DEVICE) for side in layer.sides.values())), q.to(DEVICE)
     assert attention.supports(q, there)
-    launches = attention.prepare(q, there, Options(0.125)).launches
+    launches = attention.prepare(q, there, AttendOptions(0.125)).launches
     assert sum(int(launch.work[:, 1].sum()) for launch in launches) == 640
     found = kvpack.attend(q, there).cpu()
     assert (found - expected).norm() / expected.norm() < TOLERANCE
@@ -377,7 +377,7 @@ def test_patches_and_tables_fit_in_shared_memory() -> None:
 def test_pages_with_channel_scales_agree_with_a_raw_tail() -> None:
     """Queries have different norms in each frame: one page scales its channels by 8, one by 1/4, and the tail by 1."""
     from kvpack.kernels.attend import attention
-    from kvpack.kernels.attend.prepared import Options
+    from kvpack.kernels.attend.prepared import AttendOptions
 
     (codec, v_codec) = codecs("scalar:b=3", "scalar:b=4", (64, 64))
     scaled = kvpack.Recipe("k=scalar:b=3,channel_scale=fp16;v=raw").codec(0, 1, "k", 64)
@@ -390,4 +390,4 @@ def test_pages_with_channel_scales_agree_with_a_raw_tail() -> None:
     layer = Layer(Side(scaled, PackedRuns.from_runs(pages), plain.tail), random_side(v_codec, 2, (64, 32), 9, 2, batch=2))
     check_attention(layer, 4, q_len=3)
     # Kernels multiply the query by the factors, so that a CUDA graph may hold the whole call.
-    assert attention.prepare(torch.randn(2, 4, 1, 64), layer, Options(0.125)).runs_only_kernels
+    assert attention.prepare(torch.randn(2, 4, 1, 64), layer, AttendOptions(0.125)).runs_only_kernels

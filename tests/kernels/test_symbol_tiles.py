@@ -17,7 +17,7 @@ TOKENS = 64
 def test_every_symbol_reaches_its_channel(symbols: int, turned: bool, fast: bool) -> None:
     from kvpack.kernels.bitpack.symbol_tiles import MAX_BITS, WIDTH
     from kvpack.kernels.tables.shared_tables import SharedTable
-    from kvpack.kernels.tiles.bound_loader import Mode
+    from kvpack.kernels.tiles.bound_loader import LoadMode
     from support.symbol_tile_kernel import Rows, tile_kernel
 
     width, warps, bits = WIDTH.value, 2, MAX_BITS.value
@@ -26,7 +26,7 @@ def test_every_symbol_reaches_its_channel(symbols: int, turned: bool, fast: bool
         given = ((torch.arange(warps * TOKENS * width) + begin) * 4099).to(torch.int16).reshape(-1, width)
         out = torch.full(given.shape, -1, dtype=torch.int16, device=DEVICE)
         tile_kernel[(1,)](
-            out, given.to(DEVICE).view(torch.int32), SYMBOLS=symbols, CONSTANTS=Rows((width,)), MODE=Mode(SharedTable(), turned, fast),
+            out, given.to(DEVICE).view(torch.int32), SYMBOLS=symbols, CONSTANTS=Rows((width,)), MODE=LoadMode(SharedTable(), turned, fast),
             WARPS=warps, num_warps=warps,
         )  # fmt: skip
         # An odd symbol that is the last one has a neighbor in its word.

@@ -104,7 +104,7 @@ def test_a_change_without_a_new_time_is_found_later(tmp_path: Path) -> None:
     os.utime(leaf, ns=(changed.st_atime_ns, changed.st_mtime_ns))
     assert backend.size() != truth(tmp_path)
     for _ in range(256):
-        backend._index.check_next()
+        backend._index.check_next_folder()
     assert backend.size() == truth(tmp_path)
 
 

@@ -19,7 +19,7 @@ from kvpack.store.keys import KEY_BYTES
 from kvpack.store.redis_replies import (
     NotRedis,
     byte_strings,
-    bytes_up_to,
+    bytes_check,
     fronts_check,
     integer,
     integers,
@@ -332,7 +332,7 @@ def test_a_long_reply_gets_time_in_proportion_to_its_bytes(monkeypatch: pytest.M
     [
         (integer, [0, 7, 2**53], [-1, 2**53 + 1, True, None, b"1", 1.0, [1]]),
         (integers(2), [[1, 2]], [[1], [1, 2, 3], [1, b"x"], (1, 2), 5, None]),
-        (bytes_up_to(3), [b"", b"abc"], [b"abcd", "abc", None, 3, bytearray(b"a")]),
+        (bytes_check(3), [b"", b"abc"], [b"abcd", "abc", None, 3, bytearray(b"a")]),
         (byte_strings, [[], [b"a"]], [[1], None, b"a", [None]]),
         (key_list, [[], [KEY]], [[b"x"], [KEY, b""], None]),
         (fronts_check(3), [[0], [1, 5, b"abc", 0, b""]], [[], [0, 5], [b"0"], [0, 5, b"abcd"], [0, b"a", 5], [0, -1, b""], None, 4]),

@@ -179,7 +179,7 @@ def skip_known_values(compiled: CompiledKernels, first: bool) -> None:
     JITFunction._do_compile = compile_new_values
 
 
-def option_calls(layer: kvpack.Layer, shape: compile_ahead.Shape, every: bool, quick: bool) -> dict[str, Callable[[], object]]:
+def option_calls(layer: kvpack.Layer, shape: compile_ahead.ModelShape, every: bool, quick: bool) -> dict[str, Callable[[], object]]:
     """Return calls of attention with options, by name: ``every`` one, those of many queries (``quick``), or some."""
     q, many = (torch.zeros(1, shape.q_heads, queries, shape.dim, dtype=torch.bfloat16) for queries in (9, 300))
     starts, lengths = torch.zeros(1, dtype=torch.int32), torch.full((1,), layer.tokens, dtype=torch.int32)
@@ -194,7 +194,7 @@ def option_calls(layer: kvpack.Layer, shape: compile_ahead.Shape, every: bool, q
     return result
 
 
-def select_calls(recipe: kvpack.Recipe, shape: compile_ahead.Shape, options: argparse.Namespace) -> dict[str, Callable[[], object]]:
+def select_calls(recipe: kvpack.Recipe, shape: compile_ahead.ModelShape, options: argparse.Namespace) -> dict[str, Callable[[], object]]:
     """Return the calls whose launches are compiled, by name."""
     calls = compile_ahead.calls_to_compile(recipe, shape)
     quick = options.quick or options.first or options.layouts
@@ -223,7 +223,7 @@ def main(arguments: list[str]) -> int:
     truncate_compilation(compiled)
     if not options.every and (options.quick or options.first or options.layouts):
         skip_known_values(compiled, options.first)
-    shape = compile_ahead.Shape(dim=options.dim)
+    shape = compile_ahead.ModelShape(dim=options.dim)
     with tempfile.TemporaryDirectory() as folder:
         if options.quick or options.layouts:
             # Kernels without machine code must not be found by other processes.

@@ -260,7 +260,7 @@ def check_transform(codec: Transform, x: torch.Tensor, streams: Mapping[str, tor
     shift = (values - torch.arange(values.shape[1]) + source.tables.max_level).abs().max().item()
     difference = (x.double() - decoded.double())[:, :, :tokens]
     if source.rope is not None:
-        difference = source.rope.rotate(difference.float(), 0, back=True).double()
+        difference = source.rope.rotate(difference.float(), 0, inverse=True).double()
     wide = difference if codec.scope == "head" else difference.transpose(1, 2).reshape(batch, 1, tokens, heads * dim)
     matrix = source.rows[:, 1:].double().numpy()
     columns = (wide @ torch.from_numpy(numpy.linalg.inv(matrix))).abs() * 2.0 ** (codec.step / 16)

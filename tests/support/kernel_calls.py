@@ -28,7 +28,7 @@ def attend_by(
 
     ``kernels`` is the module ``attention`` or ``many_queries``.
     """
-    from kvpack.kernels.attend.prepared import Options
+    from kvpack.kernels.attend.prepared import AttendOptions
 
-    options = Options(scale, causal, softcap, sliding_window, lengths is not None, sink_logits is not None, starts is not None)
+    options = AttendOptions(scale, causal, softcap, sliding_window, lengths is not None, sink_logits is not None, starts is not None)
     return kernels.prepare(q, layer, options)(q, sink_logits, lengths, starts)

@@ -22,7 +22,7 @@ from kvpack.tuning.statistics import KeyMoments, QueryMoments, Statistics
 if TYPE_CHECKING:
     from pathlib import Path
 
-SIZES = calibrate.Settings(tokens=512, windows=4, balanced_only=True)
+SIZES = calibrate.CalibrationSettings(tokens=512, windows=4, balanced_only=True)
 
 
 def moments(seed: int, heads: int = 2, dim: int = 8) -> torch.Tensor:
@@ -107,7 +107,7 @@ def test_sums_are_computed_from_the_models_own_keys_and_queries() -> None:
 
 @pytest.mark.scenario
 def test_keys_cost_less_in_the_frame(basis: Path) -> None:
-    settings = quality.Settings(tokens=384, scored_tokens=64, windows=2, needles=0, seed=5)
+    settings = quality.QualitySettings(tokens=384, scored_tokens=64, windows=2, needles=0, seed=5)
     plain, framed, mean, centered = recipes = [
         f"k=scalar:b=2{words};v=raw:dtype=bf16;raw=4,0.6,4" for words in ("", ",frame=balanced", ",mean=64", ",frame=centered,mean=64")
     ]
@@ -119,7 +119,7 @@ def test_keys_cost_less_in_the_frame(basis: Path) -> None:
 
 def test_a_default_basis_serves_only_recipes_that_need_one(basis: Path) -> None:
     """kvpack's own presets change with a basis, so published losses without one would not be comparable."""
-    settings = quality.Settings(tokens=160, scored_tokens=16, windows=1, needles=0)
+    settings = quality.QualitySettings(tokens=160, scored_tokens=16, windows=1, needles=0)
     needy = "k=scalar:b=2,frame=balanced;v=raw:dtype=bf16"
 
     def losses(recipes: list[str], **bases: str) -> list[float]:
@@ -151,7 +151,7 @@ def test_a_basis_with_balanced_frames_has_the_means_of_keys_before_rope(basis: P
 @pytest.mark.scenario
 def test_a_calibration_for_all_codecs_includes_balanced_frames(tmp_path: Path) -> None:
     path = tmp_path / "x.kvbasis"
-    calibrate.run(None, None, str(path), calibrate.Settings(tokens=64, scored_tokens=16, windows=2))
+    calibrate.run(None, None, str(path), calibrate.CalibrationSettings(tokens=64, scored_tokens=16, windows=2))
     basis = Basis.load(path)
     heads, dim = next(iter(basis.shapes))
     pairs = [(torch.randn(1, heads, 40, dim), torch.randn(1, heads, 40, dim)) for _ in range(basis.layers)]
@@ -178,6 +178,6 @@ def test_the_command_writes_balanced_frames(tmp_path: Path, capsys: pytest.Captu
 def test_a_model_with_unknown_queries_has_no_balanced_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(QueryMoments, "observe", lambda *_: None)
     with pytest.raises(InvalidParameter, match="the model implements attention itself"):
-        calibrate.run(None, None, str(tmp_path / "x.kvbasis"), calibrate.Settings(tokens=64, windows=1, balanced_only=True))
-    report = calibrate.run(None, None, str(tmp_path / "y.kvbasis"), calibrate.Settings(tokens=64, scored_tokens=16, windows=1))
+        calibrate.run(None, None, str(tmp_path / "x.kvbasis"), calibrate.CalibrationSettings(tokens=64, windows=1, balanced_only=True))
+    report = calibrate.run(None, None, str(tmp_path / "y.kvbasis"), calibrate.CalibrationSettings(tokens=64, scored_tokens=16, windows=1))
     assert not report["balanced"]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HUNDRED = torch.tensor(100.0, dtype=torch.float64)
-SIZES = calibrate.Settings(tokens=64, scored_tokens=16, windows=2)
+SIZES = calibrate.CalibrationSettings(tokens=64, scored_tokens=16, windows=2)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_an_interrupted_calibration_continues_to_the_same_basis(basis: Path, tmp
         calibrate.run(None, None, str(path), SIZES)
     assert [one.name for one in tmp_path.iterdir()] == ["x.kvbasis.progress"]
     with pytest.raises(InvalidParameter, match="belongs to a calibration with a different model, text, size or device"):
-        calibrate.run(None, None, str(path), calibrate.Settings(tokens=64, scored_tokens=16, windows=1))
+        calibrate.run(None, None, str(path), calibrate.CalibrationSettings(tokens=64, scored_tokens=16, windows=1))
     calibrate.run(None, None, str(path), SIZES)
     assert len(read) == 3
     assert path.read_bytes() == basis.read_bytes()
@@ -69,7 +69,7 @@ def test_an_interrupted_calibration_continues_to_the_same_basis(basis: Path, tmp
 @pytest.mark.scenario
 def test_more_bits_cost_the_model_less_than_removing_the_past(basis: Path) -> None:
     # Several windows: a few tokens decide the divergence of one.
-    settings = quality.Settings(tokens=96, scored_tokens=24, windows=3, needles=0, seed=5)
+    settings = quality.QualitySettings(tokens=96, scored_tokens=24, windows=3, needles=0, seed=5)
     report = quality.run(None, None, ["klt-4", "klt-1.5"], settings, basis=str(basis))
     more, less = report["recipes"]
     assert [more["recipe"], more["family"]] == ["klt-4", "klt"]
@@ -80,7 +80,7 @@ def test_more_bits_cost_the_model_less_than_removing_the_past(basis: Path) -> No
 
 
 def test_frames_take_the_predicted_bits(basis: Path) -> None:
-    settings = quality.Settings(tokens=96, scored_tokens=24, windows=1, needles=0, seed=5)
+    settings = quality.QualitySettings(tokens=96, scored_tokens=24, windows=1, needles=0, seed=5)
     report = quality.run(None, None, ["kv=transform:bits=4,chunk=16", "kv=transform:bits=1,chunk=16"], settings, basis=str(basis))
     more, less = report["recipes"]
     assert more["family"] == "transform"
@@ -154,7 +154,7 @@ def test_the_scope_of_frames_can_be_selected(scope: str, tmp_path: Path, capsys:
     assert all(found.frames(*place).count == found.rows(*place).heads for place in found.sides_with_frames())
     assert ("products per decoded value (frames of a head)" in capsys.readouterr().out) == (scope == "head")
     with pytest.raises(InvalidParameter, match="--scope is 'model', expected one of none, head, layer"):
-        calibrate.run(None, None, str(out), calibrate.Settings(tokens=32, scored_tokens=8, windows=1, scope="model"))
+        calibrate.run(None, None, str(out), calibrate.CalibrationSettings(tokens=32, scored_tokens=8, windows=1, scope="model"))
 
 
 @pytest.mark.scenario
@@ -162,14 +162,14 @@ def test_windows_belong_to_sequences_with_the_same_rope(tmp_path: Path, monkeypa
     for module in (calibrate, rope):
         monkeypatch.setattr(module, "max_uniform_length", lambda config: 40)
     out = str(tmp_path / "x.kvbasis")
-    sizes = calibrate.Settings(scored_tokens=8, windows=1)
+    sizes = calibrate.CalibrationSettings(scored_tokens=8, windows=1)
     assert calibrate.run(None, None, out, sizes)["tokens"] == 40
     assert Basis.load(out).model["rope_same_up_to"] == "40"
-    longer = calibrate.Settings(tokens=41, scored_tokens=8, windows=1)
+    longer = calibrate.CalibrationSettings(tokens=41, scored_tokens=8, windows=1)
     assert "41, but RoPE uses different frequencies" in calibrate.run(None, None, out, longer)["without_frames"]
     assert Basis.load(out).sides_with_frames() == []
     with pytest.raises(InvalidParameter, match=r"calibrate with --tokens 40, or without frames \(--scope none\)"):
-        calibrate.run(None, None, out, calibrate.Settings(tokens=41, scored_tokens=8, windows=1, scope="head"))
+        calibrate.run(None, None, out, calibrate.CalibrationSettings(tokens=41, scored_tokens=8, windows=1, scope="head"))
 
 
 def test_a_basis_recognizes_its_model(basis: Path) -> None:
@@ -191,7 +191,8 @@ def of_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a bfloat16 checkpoint with its basis."""
     folder = tmp_path_factory.mktemp("bf16")
     small_llama(vocab_size=257).to(torch.bfloat16).save_pretrained(folder)
-    calibrate.run(str(folder), None, str(folder / "x.kvbasis"), calibrate.Settings(tokens=32, scored_tokens=8, windows=1, scope="none"))
+    settings = calibrate.CalibrationSettings(tokens=32, scored_tokens=8, windows=1, scope="none")
+    calibrate.run(str(folder), None, str(folder / "x.kvbasis"), settings)
     return folder
 
 
@@ -212,13 +213,13 @@ def test_a_model_is_recognized_in_any_dtype(of_bf16: Path, dtype: str) -> None:
 def test_a_model_that_transformers_cannot_load_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
     with pytest.raises(InvalidParameter, match=rf"^{tmp_path}: transformers cannot load this model with the attention 'sdpa': "):
-        calibrate.run(str(tmp_path), None, str(tmp_path / "x.kvbasis"), calibrate.Settings())
+        calibrate.run(str(tmp_path), None, str(tmp_path / "x.kvbasis"), calibrate.CalibrationSettings())
 
 
 def calibrated(folder: Path, name: str, **sizes: Any) -> Path:
     """Return the basis of an architecture of the zoo, whose model is in ``folder``."""
     model_of(name, vocab_size=257, **sizes).save_pretrained(folder)
-    calibrate.run(str(folder), None, str(folder / "x.kvbasis"), calibrate.Settings(tokens=32, scored_tokens=8, windows=1))
+    calibrate.run(str(folder), None, str(folder / "x.kvbasis"), calibrate.CalibrationSettings(tokens=32, scored_tokens=8, windows=1))
     return folder / "x.kvbasis"
 
 
@@ -226,7 +227,7 @@ def calibrated(folder: Path, name: str, **sizes: Any) -> Path:
 @pytest.mark.parametrize(("name", "sizes"), [("Gemma-2", {}), ("GPT-OSS", {"num_experts_per_tok": 2})], ids=["Gemma-2", "GPT-OSS"])
 def test_a_model_without_scaled_dot_product_attention_uses_its_own(name: str, sizes: dict[str, int], tmp_path: Path) -> None:
     basis = calibrated(tmp_path, name, **sizes)
-    settings = quality.Settings(tokens=64, scored_tokens=16, windows=1, needles=0)
+    settings = quality.QualitySettings(tokens=64, scored_tokens=16, windows=1, needles=0)
     report = quality.run(str(tmp_path), None, ["klt-8", "transform-4"], settings, basis=str(basis))
     assert all(row["kl_divergence"] < report["forgotten"]["kl_divergence"] / 3 for row in report["recipes"])
 
@@ -251,7 +252,7 @@ def test_layers_that_share_keys_and_values_are_not_in_a_basis(name: str, tmp_pat
             model(torch.randint(0, 257, (1, 100)), past_key_values=cache)
             kvpack.save(cache.packed, tmp_path / "x.kvpack")
         assert len(kvpack.load(tmp_path / "x.kvpack", basis=basis)) == 4
-    settings = quality.Settings(tokens=96, scored_tokens=24, windows=1, needles=0, seed=5)
+    settings = quality.QualitySettings(tokens=96, scored_tokens=24, windows=1, needles=0, seed=5)
     assert quality.run(str(tmp_path), None, ["klt-4"], settings, basis=str(basis))["recipes"][0]["kl_divergence"] >= 0
     with pytest.raises(InvalidParameter, match=r"is a basis for a model with 4 layers, but the cache has 1:"):
         kvpack.pack([(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16))], kvpack.Recipe("klt-4", basis))
@@ -277,7 +278,7 @@ def test_non_finite_predictions_are_refused(tmp_path: Path) -> None:
     model = small_llama(vocab_size=257)
     model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = float("nan")
     model.save_pretrained(tmp_path)
-    settings = calibrate.Settings(tokens=32, scored_tokens=8, windows=1, scope="none")
+    settings = calibrate.CalibrationSettings(tokens=32, scored_tokens=8, windows=1, scope="none")
     with pytest.raises(InvalidParameter, match=r"^the model's predictions in a window of the text are infinite or NaN: load it"):
         calibrate.run(str(tmp_path), None, str(tmp_path / "x.kvbasis"), settings)
 
@@ -481,7 +482,7 @@ def test_a_model_on_a_device_gets_the_same_basis(basis: Path, tmp_path: Path) ->
 @pytest.mark.scenario
 def test_widths_depend_on_the_losses_of_layers_and_sides(tmp_path: Path) -> None:
     path, steps = tmp_path / "x.kvbasis", []
-    settings = calibrate.Settings(tokens=64, windows=2, balanced_only=True, widths=1)
+    settings = calibrate.CalibrationSettings(tokens=64, windows=2, balanced_only=True, widths=1)
     report = calibrate.run(None, None, str(path), settings, progress=lambda done, total: steps.append((done, total)))
     assert [done for done, _ in steps] == list(range(1, steps[-1][1] + 1))
     basis = Basis.load(path)
@@ -494,4 +495,4 @@ def test_widths_depend_on_the_losses_of_layers_and_sides(tmp_path: Path) -> None
     assert sum(bits.values()) == 2 * len(bits)
     assert bits[max(basis.losses, key=basis.losses.__getitem__)] == max(bits.values()) > 2
     with pytest.raises(InvalidParameter, match="--widths is 9999"):
-        calibrate.run(None, None, str(path), calibrate.Settings(tokens=64, windows=2, balanced_only=True, widths=9999))
+        calibrate.run(None, None, str(path), calibrate.CalibrationSettings(tokens=64, windows=2, balanced_only=True, widths=9999))

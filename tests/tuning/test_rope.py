@@ -37,7 +37,7 @@ def test_every_rope_type_has_its_frequencies(name: str) -> None:
         assert (one.pairing, len(one.frequencies)) == ("halves", 8)
         assert one.longest == {"dynamic": 2047, "longrope": 512}.get(name)
         torch.testing.assert_close(one.rotate(k, 77), other, rtol=0, atol=1e-4 * k.abs().max().item())
-        torch.testing.assert_close(one.rotate(one.rotate(k, 77), 77, back=True), k, rtol=0, atol=1e-5)
+        torch.testing.assert_close(one.rotate(one.rotate(k, 77), 77, inverse=True), k, rtol=0, atol=1e-5)
 
 
 def small(name: str, **settings: Any) -> Any:

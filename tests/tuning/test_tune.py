@@ -29,7 +29,7 @@ from kvpack.tuning.measurement import Loss
 from kvpack.tuning.report import show
 
 CANDIDATES = ["scalar:b=2", "scalar:b=3", "k=group:b=4,g=32", "v=octahedral:b=3"]
-SETTINGS = tune.Settings(tokens=128, scored_tokens=32, windows=2, held_out_windows=2, seed=3, file_tokens=128)
+SETTINGS = tune.TuningSettings(tokens=128, scored_tokens=32, windows=2, held_out_windows=2, seed=3, file_tokens=128)
 WORDS = ["tune", "--tokens", "128", "--file-tokens", "128", "--score", "32", "--windows", "1", "--held-out", "1"]
 
 
@@ -81,7 +81,7 @@ def test_the_recipe_file_contains_the_recipe(found: Any) -> None:
 @pytest.mark.scenario
 def test_the_loss_is_reproducible(found: Any, tinylm: Any, tmp_path: Path) -> None:
     for part, of_text in tuning_windows().items():
-        exact = [windows.read_uncompressed(tinylm, tokens, 32) for tokens in of_text]
+        exact = [windows.evaluate_uncompressed(tinylm, tokens, 32) for tokens in of_text]
         measured = [windows.measure(tinylm, it, found["recipe"], str(tmp_path / "window")) for it in exact]
         assert [it.kl_divergence for it in measured] == pytest.approx(found["tuned"][part]["kl_divergences"], rel=1e-4)
         differences = [it.log_perplexity - of.loss for it, of in zip(measured, exact, strict=True)]
@@ -118,7 +118,7 @@ def test_every_candidate_was_tried_everywhere(found: Any) -> None:
 
 @pytest.mark.scenario
 def test_the_same_seed_gives_the_same_result(found: Any) -> None:
-    settings = tune.Settings(tokens=64, scored_tokens=16, windows=1, held_out_windows=1)
+    settings = tune.TuningSettings(tokens=64, scored_tokens=16, windows=1, held_out_windows=1)
     first, again = (tune.run(None, None, 4.5, settings, candidates=["scalar:b=2", "scalar:b=4"]) for _ in range(2))
     assert first == again
     assert first["file"] is None
@@ -184,7 +184,7 @@ def test_files_of_other_formats_contain_no_measurements(tmp_path: Path, content:
 @pytest.mark.scenario
 def test_progress_ends_at_its_total() -> None:
     seen: list[tuple[int, int]] = []
-    settings = tune.Settings(tokens=64, scored_tokens=16, windows=1, held_out_windows=1)
+    settings = tune.TuningSettings(tokens=64, scored_tokens=16, windows=1, held_out_windows=1)
     tune.run(None, None, 4.5, settings, candidates=["scalar:b=2", "scalar:b=3"], progress=lambda *step: seen.append(step))
     assert len({total for _, total in seen}) == 1
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
@@ -222,7 +222,7 @@ def test_the_sensitive_layer_gets_the_bytes(tmp_path: Path, factor: float, sensi
     model.save_pretrained(tmp_path)
     words = ["k=scalar:b=2", "k=scalar:b=6", "v=scalar:b=4"]
     # Room for the finer keys of one layer, and not of two.
-    settings = tune.Settings(tokens=128, scored_tokens=32, windows=1, held_out_windows=4, file_tokens=128)
+    settings = tune.TuningSettings(tokens=128, scored_tokens=32, windows=1, held_out_windows=4, file_tokens=128)
     report = tune.run(str(tmp_path), None, 4.6, settings, candidates=words)
     assert [layer["k"] for layer in report["layers"]].count("scalar:b=6") == 1
     assert (report["recipe"] == "k=scalar:b=2;v=scalar:b=4;layers=2:k=scalar:b=6") == sensitive
@@ -466,8 +466,8 @@ def test_candidates_that_do_not_support_the_head_dim_are_left_out() -> None:
 @pytest.mark.scenario
 def test_a_basis_adds_candidates_and_is_recorded_with_measurements(tmp_path: Path) -> None:
     basis, measurements, out = (tmp_path / name for name in ("tinylm.kvbasis", "losses.json", "recipe.txt"))
-    calibrate.run(None, None, str(basis), calibrate.Settings(tokens=64, scored_tokens=16, windows=2))
-    settings = tune.Settings(tokens=128, scored_tokens=32, windows=1, held_out_windows=1)
+    calibrate.run(None, None, str(basis), calibrate.CalibrationSettings(tokens=64, scored_tokens=16, windows=2))
+    settings = tune.TuningSettings(tokens=128, scored_tokens=32, windows=1, held_out_windows=1)
     few = ["kv=klt:bits=1.5", "kv=klt:bits=3", "kv=scalar:b=2"]
     found = tune.run(None, None, 3.0, settings, candidates=few, out=str(out), measurements=str(measurements), basis=str(basis))
     digest = Basis.load(basis).digest.hex()
@@ -483,8 +483,8 @@ def test_a_basis_adds_candidates_and_is_recorded_with_measurements(tmp_path: Pat
 @pytest.mark.scenario
 def test_frames_add_decoded_candidates_that_can_be_excluded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     basis = tmp_path / "tinylm.kvbasis"
-    calibrate.run(None, None, str(basis), calibrate.Settings(tokens=64, scored_tokens=16, windows=2))
-    settings = tune.Settings(tokens=96, scored_tokens=24, windows=1, held_out_windows=2)
+    calibrate.run(None, None, str(basis), calibrate.CalibrationSettings(tokens=64, scored_tokens=16, windows=2))
+    settings = tune.TuningSettings(tokens=96, scored_tokens=24, windows=1, held_out_windows=2)
     few = ["kv=klt:bits=1", "kv=klt:bits=2", "kv=transform:bits=1,chunk=16", "kv=transform:bits=3,chunk=16"]
     found = tune.run(None, None, 4.0, settings, candidates=few, basis=str(basis))
     codecs = [row[side] for row in found["layers"] for side in "kv"]
@@ -508,5 +508,5 @@ def test_frames_add_decoded_candidates_that_can_be_excluded(tmp_path: Path, caps
     given = Basis.load(basis)
     assert any("transform" in text for text in tune._default_candidates(given, only_attendable=False))
     assert not any("transform" in text for text in tune._default_candidates(given, only_attendable=True))
-    calibrate.run(None, None, str(basis), calibrate.Settings(tokens=64, scored_tokens=16, windows=2, scope="none"))
+    calibrate.run(None, None, str(basis), calibrate.CalibrationSettings(tokens=64, scored_tokens=16, windows=2, scope="none"))
     assert not any("transform" in text for text in tune._default_candidates(Basis.load(basis), only_attendable=False))

@@ -14,7 +14,7 @@ from kvpack.tuning.widths import average_bits
 if TYPE_CHECKING:
     from pathlib import Path
 
-SIZES = tune.Settings(tokens=512, scored_tokens=128, windows=1, held_out_windows=1, file_tokens=512)
+SIZES = tune.TuningSettings(tokens=512, scored_tokens=128, windows=1, held_out_windows=1, file_tokens=512)
 
 
 @pytest.mark.scenario
@@ -46,7 +46,7 @@ def _clause(recipe: object, layer: int, side: str, layers: int) -> str:
 @pytest.mark.scenario
 def test_keys_are_balanced_by_a_basis_with_frames(tmp_path: Path) -> None:
     basis = tmp_path / "x.kvbasis"
-    calibrate.run(None, None, str(basis), calibrate.Settings(tokens=256, windows=2, balanced_only=True))
+    calibrate.run(None, None, str(basis), calibrate.CalibrationSettings(tokens=256, windows=2, balanced_only=True))
     sizes = SIZES
     report = tune.run(None, None, 5.0, sizes, widths=True, basis=str(basis), out=str(tmp_path / "recipe.txt"))
     assert "frame=centered" in report["measured"][0]["recipe"]

@@ -178,7 +178,7 @@ def begin_pass(tickets: Sequence[torch.Tensor], values: Sequence[torch.Tensor | 
     """
     cache = _find_calls(tickets[0]).cache
     tensors = {name: tensor for name, tensor in zip(_TENSORS, values, strict=True) if tensor is not None}
-    cache.passes.enter(cache.watched_module(module), {**dict.fromkeys(names.split(), True), **tensors})
+    cache.passes.enter(cache.hooked_module(module), {**dict.fromkeys(names.split(), True), **tensors})
     return tickets[0].clone()
 
 
@@ -186,7 +186,7 @@ def begin_pass(tickets: Sequence[torch.Tensor], values: Sequence[torch.Tensor | 
 def end_pass(tickets: Sequence[torch.Tensor], module: int) -> torch.Tensor:
     """Call ``Tracking.leave`` after a call that succeeded, and return the next ticket of all layers."""
     cache = _find_calls(tickets[0]).cache
-    cache.passes.leave(cache.watched_module(module), {}, True)
+    cache.passes.leave(cache.hooked_module(module), {}, True)
     return tickets[0].clone()
 
 

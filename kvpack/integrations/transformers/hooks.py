@@ -298,7 +298,7 @@ def _models_in(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
 
 def _compiled_calls(past: Any, arguments: dict[str, Any]) -> CompiledCalls | None:
     """Return the ``CompiledCalls`` of a pass over one KvpackCache, or None if compiled code does not support the pass."""
-    if getattr(past, "compiled", None) is None or not past.is_watched:
+    if getattr(past, "compiled", None) is None or not past.has_hooks:
         return None
     return past.compiled if compiled_calls.supports(arguments) else None
 

@@ -31,7 +31,7 @@ def mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any
     """
     if isinstance(kv_length, CompiledLength) and _is_known_causal(config, **options):
         columns = options.get("attention_mask")
-        return None if columns is None else _four_dimensions(kv_length.starts(columns))
+        return None if columns is None else _expand_starts(kv_length.starts(columns))
     return _mask(kv_length=kv_length, config=config, **options)
 
 
@@ -45,12 +45,12 @@ def _mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> An
         if packed.captured is not None:
             if not _is_causal_or_sliding(config, **options):
                 raise InvalidParameter("the model's attention mask is neither causal nor limited to its sliding window")
-            return _four_dimensions(packed.captured.starts)
+            return _expand_starts(packed.captured.starts)
         packed.check_mask(options.get("attention_mask"))
         padding = read_padding(packed, options.get("kv_offset", 0), options.get("attention_mask"))
         if padding.on_the_left and _applied_by_attention(kv_length, config, **options):
             packed.leave_to_attention(_has_mask(plain_attention_name(config), kv_length, padding.starts is not None, **options))
-            return _four_dimensions(padding.starts)
+            return _expand_starts(padding.starts)
         # Always create a mask: without one, packed attention would be called.
         options["allow_is_causal_skip"] = False
     return AttentionMaskInterface()[plain_attention_name(config)](kv_length=kv_length, config=config, **options)
@@ -66,7 +66,7 @@ def _has_mask(
     return not (allow_is_causal_skip and within and not padded and kv_length == q_length)
 
 
-def _four_dimensions(starts: torch.Tensor | None) -> torch.Tensor | None:
+def _expand_starts(starts: torch.Tensor | None) -> torch.Tensor | None:
     return None if starts is None else starts[:, None, None, None]
 
 

@@ -167,7 +167,7 @@ class Model(ExpectedLayers):
         settable = bool(decoder._can_set_attn_implementation()) and not other and not self.has_encoder
         self._tells_no_window = omits_window(decoder)
         self._may_use_packed_layers = settable and not reads_kv(decoder)
-        self.keeps_rope_deltas = _has_attribute(outer, "rope_deltas") or _config_divides_positions(self.config)
+        self.keeps_rope_deltas = _has_attribute(outer, "rope_deltas") or _config_uses_mrope(self.config)
         self.has_multidimensional_positions = self.keeps_rope_deltas or _has_attribute(outer, "mrope_section")
         self._decoder_config = decoder.config
 
@@ -383,16 +383,16 @@ def execution_device(model: torch.nn.Module) -> torch.device:
 
 def has_multidimensional_positions(attention: torch.nn.Module) -> bool:
     """Return True if an attention module divides rotary positions into sections, as in Qwen2-VL, according to its configuration or code."""
-    return _config_divides_positions(getattr(attention, "config", None)) or _module_divides_positions(type(attention).__module__)
+    return _config_uses_mrope(getattr(attention, "config", None)) or _module_uses_mrope(type(attention).__module__)
 
 
-def _config_divides_positions(config: Any) -> bool:
+def _config_uses_mrope(config: Any) -> bool:
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     return "mrope_section" in _keys(rope)
 
 
 @lru_cache(maxsize=256)
-def _module_divides_positions(name: str) -> bool:
+def _module_uses_mrope(name: str) -> bool:
     """Return True if a class in the module ``name`` divides rotary positions into sections, which the configuration may not show."""
     classes = [value for value in vars(sys.modules[name]).values() if isinstance(value, type) and value.__module__ == name]
     codes = [init.__code__ for cls in classes if isinstance(init := vars(cls).get("__init__"), FunctionType)]

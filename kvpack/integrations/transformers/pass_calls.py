@@ -110,7 +110,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return self.passes.record.tokens > 0
 
     @property
-    def is_watched(self) -> bool:
+    def has_hooks(self) -> bool:
         """True if hooks on the model report forward passes to the cache."""
         return self._hooks is not None
 
@@ -123,7 +123,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         """Return True if the current pass over the cache is a call of ``model`` and is not part of another recording."""
         return self._hooks is not None and not self._hooks.change.recordings and self.passes.is_running(model)
 
-    def watched_module(self, module_index: int) -> torch.nn.Module | None:
+    def hooked_module(self, module_index: int) -> torch.nn.Module | None:
         """Return the module with hooks that has this index, or None if the module no longer exists."""
         return None if self._hooks is None else self._hooks.change.inside[module_index]()
 
@@ -185,7 +185,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         packed.first_visible = lambda: min(layer.first_visible for layer in attending if layer.is_sliding == layer_asked.is_sliding)
         self.masked[layer_asked.is_sliding] = False
         packed.leave_to_attention = partial(self.masked.__setitem__, layer_asked.is_sliding)
-        if not self.is_watched:
+        if not self.has_hooks:
             packed.check_mask = partial(self.passes.check_mask, query_length)
         return packed, offset
 

@@ -16,7 +16,7 @@ class Generator:
     def __init__(self, seed: int) -> None:
         self._state = seed & _MASK
 
-    def word(self) -> int:
+    def next_word(self) -> int:
         """Return the next 64-bit word."""
         self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
         z = self._state
@@ -29,7 +29,7 @@ class Generator:
 def signs(seed: int, count: int) -> tuple[int, ...]:
     """Return ``count`` signs, +1 or -1. Sign i is -1 if bit i mod 64 of word i div 64 is set. Bit 0 is the lowest bit."""
     generator = Generator(seed)
-    words = [generator.word() for _ in range(-(-count // 64))]
+    words = [generator.next_word() for _ in range(-(-count // 64))]
     return tuple(-1 if words[i // 64] >> i % 64 & 1 else 1 for i in range(count))
 
 

@@ -19,7 +19,7 @@ from .generator import unit_quaternions
 from .lazy import functional, torch
 from .norm_rule import NORM_RULES, read_norm_rule, unbiased_factor
 from .parameter_checks import Fields, check_fields
-from .quaternion_search import UNITS, Search
+from .quaternion_search import UNITS, CodebookSearch
 from .rotation import KINDS, Rotation, cached_rotation
 from .runs import Run, RunEncoder
 from .streams import Layout
@@ -240,5 +240,5 @@ def codewords(seed: int, count: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=4)
-def _codebook_search(seed: int, count: int) -> Search:
-    return Search(secondary_quaternions(seed, count, "cpu"), codewords(seed, count, "cpu"))
+def _codebook_search(seed: int, count: int) -> CodebookSearch:
+    return CodebookSearch(secondary_quaternions(seed, count, "cpu"), codewords(seed, count, "cpu"))

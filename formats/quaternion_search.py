@@ -39,7 +39,7 @@ _MIN_SUM = 2.0**-100
 _ENTRIES_AT_ONCE = 1 << 20
 
 
-class Search:
+class CodebookSearch:
     """Search structure for one codebook.
 
     ``secondary`` is float32 ``[S, 4]``, and ``codebook`` float32 ``[24 S, 4]`` with unit p times secondary quaternion s in row s * 24 + p.

@@ -258,7 +258,7 @@ def mark_poor_fits(chosen: torch.Tensor, fit_errors: torch.Tensor) -> torch.Tens
 
 
 @dataclass(frozen=True)
-class Slots:
+class RawTokenSlots:
     """The raw tokens of a batch of pages, with the same number of slots on each page.
 
     ``codec_input`` contains the values to encode, in which raw tokens are replaced (``replace_tokens``). ``chosen``, bool ``[page,
@@ -280,7 +280,7 @@ def slot_count(tokens: int, minimum: int = 0) -> int:
 
 def store_in_slots(
     raw: RawPositions, x: torch.Tensor, norms: torch.Tensor, group_tokens: int, slots: int, fit_errors: torch.Tensor | None = None
-) -> Slots:
+) -> RawTokenSlots:
     """Store the raw tokens of pages ``x`` ``[page, kv_head, token, dim]`` in slots.
 
     ``norms`` are the argument of ``RawPositions.choose``. ``fit_errors`` is the result of ``token_norms.measure_fit_errors`` if scales are
@@ -309,7 +309,7 @@ def store_in_slots(
     if group_tokens > 1:
         places, sequence = chosen.T.nonzero().unbind(1)
         codec_input = replace_tokens(x, places, sequence, chosen, group_tokens)
-    return Slots(codec_input, chosen, {POSITIONS: positions, VALUES: values}, wanted)
+    return RawTokenSlots(codec_input, chosen, {POSITIONS: positions, VALUES: values}, wanted)
 
 
 def choose_slot_tokens(

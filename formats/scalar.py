@@ -182,13 +182,13 @@ class Scalar(CodecFamily):
 
     def _decode_unit(self, codes: list[torch.Tensor]) -> torch.Tensor:
         """Decode ``codes`` at norm 1: float32 ``[row, dim]``."""
-        return self._unit(tuple(code.to(torch.int32) for code in codes))
+        return self._decode_unit_digits(tuple(code.to(torch.int32) for code in codes))
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         norm = decode_norms(streams["norm"])[..., None]
-        return self._unit(digits).view(*norm.shape[:-1], self.dim).mul_(norm)
+        return self._decode_unit_digits(digits).view(*norm.shape[:-1], self.dim).mul_(norm)
 
-    def _unit(self, digits: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def _decode_unit_digits(self, digits: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Decode ``digits`` at norm 1: float32 ``[row, dim]``."""
         # Use a matrix, because PyTorch selects its columns ten times as fast as those of a four-axis tensor.
         values = []

@@ -111,7 +111,7 @@ def attend(
         return cpu_call(q, scale, causal, softcap, sliding_window, sink_logits, lengths, starts)
     with without_autocast(q.device):
         if (kernels := attention_kernels(q, layer) or many_queries_kernels(q, layer)) is not None:
-            options = kernels.Options(
+            options = kernels.AttendOptions(
                 scale, causal, softcap, sliding_window, lengths is not None, sink_logits is not None, starts is not None
             )
             prepared = kernels.prepare(q, layer, options)

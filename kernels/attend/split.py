@@ -134,8 +134,8 @@ def attend_split(
     PREFETCHED: tl.constexpr = STEP if PREFETCH else 0
     if PREFETCHED and not CUT:
         prefetch(work, 0, K, V, 0, PREFETCHED)
-    k_lookup = _lookup(iota, k_table, work.k, K, TOKENS)
-    v_lookup = _lookup(iota, v_table, work.v, V, TOKENS)
+    k_lookup = _load_decode_constants(iota, k_table, work.k, K, TOKENS)
+    v_lookup = _load_decode_constants(iota, v_table, work.v, V, TOKENS)
     if LENGTHS:
         length = tl.minimum(tl.load(lengths + batch), position + q_len)
         position = length - q_len
@@ -256,7 +256,7 @@ def attend_split(
             v_loaded = load_tiles(v.streams, v.first + offset, span_token, work.count - offset, V, ROW_TOKENS, TOKENS, True)
         softmax = add(softmax, scores, v_loaded, entries[1], queries.is_second, v_lookup, V, FAST)
 
-    _finish(
+    _store_results(
         softmax, v.streams, queries.is_second, sums_out, largest_out, total_out, sequence, block, row_blocks * BLOCK, rows, parts,
         first_part, item, V, DUAL, WARPS, ROWS, BLOCK, COLUMNS,
     )  # fmt: skip
@@ -266,7 +266,7 @@ def attend_split(
 
 
 @triton.jit
-def _lookup(iota: tl.tensor, table: tl.tensor, rows: tl.tuple, SIDE: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
+def _load_decode_constants(iota: tl.tensor, table: tl.tensor, rows: tl.tuple, SIDE: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
     """Return the ``DecodeConstants`` for tiles of the loader ``SIDE``."""
     FIELDS: tl.constexpr = SIDE.stream_widths
     CONSTANTS: tl.constexpr = SIDE.constants
@@ -278,7 +278,7 @@ def _lookup(iota: tl.tensor, table: tl.tensor, rows: tl.tuple, SIDE: tl.constexp
 
 
 @triton.jit
-def _finish(
+def _store_results(
     softmax: tl.tuple,
     streams: tl.tuple,
     is_second: tl.tensor,

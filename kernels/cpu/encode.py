@@ -117,8 +117,8 @@ def encode(
     dtype or the strides. ``previous`` contains the streams of the preceding tokens, if any. ``level`` is an index into
     ``library.levels()``. For a codec with ``direction_spread``, the tokens' norms (``codec.coded_norms``) and relative errors are written
     to ``norms`` and ``errors``, contiguous float32 ``[batch, kv_head, token]``. ``skipped``, contiguous bool ``[batch, token]``, marks
-    tokens to encode as zeros; only Minifloat supports it. ``largest`` contains the largest magnitudes of tokens as ``measure`` returns
-    them, if known.
+    tokens to encode as zeros; only Minifloat supports it. ``largest`` contains the largest magnitudes of tokens, if known, as
+    ``measure_sizes`` returns them.
     """
     if skipped is not None and type(codec) is not Minifloat:
         return None
@@ -129,7 +129,7 @@ def encode(
     streams_so_far: dict[str, torch.Tensor] = {}
     if isinstance(codec, Minifloat) and codec.run_scale is not None:
         if largest is None:
-            measured = measure(x, threads, level, with_norms=False)
+            measured = measure_sizes(x, threads, level, with_norms=False)
             assert measured is not None
             largest = measured[1]
         scale = _compute_run_scale(codec, largest, None if previous is None else previous[codec.run_scale], skipped)
@@ -319,7 +319,7 @@ def _padded_table(values: list[float], padding: float) -> torch.Tensor:
     return torch.tensor(values + [padding] * (entries - len(values)), dtype=torch.float32, device="cpu")
 
 
-def measure(
+def measure_sizes(
     x: torch.Tensor, threads: int | None = None, level: int = 0, *, with_norms: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return each token's norm in each head, as ``norms_per_head`` does, and its largest magnitude, which may be inf or NaN.
@@ -352,14 +352,14 @@ def choose_raw_tokens(
     ``packed`` is the number of tokens to choose from, and ``position`` is the position of the first one.
     """
     if value_norms is not None and raw.low_norm:
-        near_zero = _choose(value_norms, low=LOW_VALUE_SHARE * raw.low_norm)
+        near_zero = _choose_raw_slots(value_norms, low=LOW_VALUE_SHARE * raw.low_norm)
         if near_zero.any():
             key_norms = key_norms.masked_fill(drop_crowded_pages(near_zero, MAX_LOW_VALUES_PER_PAGE)[:, None], 0.0)
     first = min(packed, max(0, raw.first - position))
-    return _choose(key_norms[:, :, :packed].contiguous(), low=raw.low_norm, high=raw.high_norm, few=MAX_PER_PAGE, first=first)
+    return _choose_raw_slots(key_norms[:, :, :packed].contiguous(), low=raw.low_norm, high=raw.high_norm, few=MAX_PER_PAGE, first=first)
 
 
-def _choose(norms: torch.Tensor, **rules: float) -> torch.Tensor:
+def _choose_raw_slots(norms: torch.Tensor, **rules: float) -> torch.Tensor:
     """Return a mask of the tokens that ``kvpack_raw_slots`` chooses by ``norms`` ``[batch, kv_head, token]``, bool ``[batch, token]``."""
     batch, heads, tokens = norms.shape
     # Unused slots contain -1, the last column of the mask.

@@ -28,7 +28,7 @@ from kvpack.kernels.tiles import addresses, device_tables, loaders
 from kvpack.kernels.tiles.bound_loader import LoadMode, RowStream, bind
 from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
 from kvpack.kernels.tiles.shapes import table_budget
-from kvpack.kernels.tiles.work import STREAM_INTEGERS, Rows, load_tiles, stream_pointers
+from kvpack.kernels.tiles.work import STREAM_INTEGERS, PackedRows, load_tiles, stream_pointers
 from kvpack.kernels.triton_internals import CachedLaunch
 
 from .rows import PackedPart, check_layout
@@ -262,7 +262,7 @@ def decode_tiles(
     if SIDE.load_columns is None:
         fields = load_column_fields(iota, FIELDS)
     else:
-        fields = SIDE.load_columns(table, Rows(streams, begin * 0), CONSTANTS, TOKENS)
+        fields = SIDE.load_columns(table, PackedRows(streams, begin * 0), CONSTANTS, TOKENS)
     fill_tables(entries, TABLES)
     if TABLES.nbytes:
         tl.debug_barrier()

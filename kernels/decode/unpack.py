@@ -30,7 +30,7 @@ from kvpack.kernels.tables.table_assembly import MAX_STATIC_BYTES
 from kvpack.kernels.tiles import addresses, device_tables, frame_columns
 from kvpack.kernels.tiles.bound_loader import LoadMode, RowStream, bind
 from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
-from kvpack.kernels.tiles.work import STREAM_INTEGERS, Rows, load_tiles
+from kvpack.kernels.tiles.work import STREAM_INTEGERS, PackedRows, load_tiles
 from kvpack.kernels.triton_internals import CachedLaunch
 
 from . import tiles
@@ -288,7 +288,7 @@ def unpack_tiles(
     if SIDE.load_columns is None:
         fields = load_column_fields(iota, FIELDS)
     else:
-        fields = SIDE.load_columns(table, Rows(streams, block.begin * 0), CONSTANTS, TOKENS)
+        fields = SIDE.load_columns(table, PackedRows(streams, block.begin * 0), CONSTANTS, TOKENS)
     # If a tile has several means, they fit in registers with the sums only for half of the tokens and half of the channels at a time.
     SPLIT: tl.constexpr = 2 if JOINED and MEAN > 0 and MEAN < SPAN and CHANNELS >= 64 else 1
     PART: tl.constexpr = CHANNELS // SPLIT
@@ -310,7 +310,7 @@ def unpack_tiles(
     if TABLES.nbytes:
         tl.debug_barrier()
     token = tl.arange(0, WARPS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]  # [warp, token]
-    row = _tokens(tl.arange(0, SPAN // SPLIT)[:, None], 0, TOKENS, SPLIT)
+    row = _row_tokens(tl.arange(0, SPAN // SPLIT)[:, None], 0, TOKENS, SPLIT)
     for offset in tl.range(0, block.count, SPAN, num_stages=1):
         count = block.count - offset
         first = (block.begin + offset).to(tl.int64)
@@ -386,7 +386,7 @@ def _store_channels(
         else:
             # Tiles begin with a page of means, and each mean is loaded once for neighboring rows that share it.
             SHARED: tl.constexpr = min(MEAN, EACH)
-            begin = _tokens(tl.arange(0, ROWS // SHARED)[:, None] * SHARED, PART, TOKENS, PARTS)
+            begin = _row_tokens(tl.arange(0, ROWS // SHARED)[:, None] * SHARED, PART, TOKENS, PARTS)
             mean = tl.load(means + channel[None, :] + (first + begin) // MEAN * PAD, begin < count, 0.0)
             value = tl.reshape(tl.reshape(value, (ROWS // SHARED, SHARED, sums.shape[1])) + mean[:, None, :], sums.shape)
     address = target + (offset + row) * token_stride + channel[None, :]
@@ -394,7 +394,7 @@ def _store_channels(
 
 
 @triton.jit
-def _tokens(row: tl.tensor, PART: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr) -> tl.tensor:
+def _row_tokens(row: tl.tensor, PART: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr) -> tl.tensor:
     """Return the token of each ``row`` among rows that are part ``PART`` of ``PARTS`` of each warp's ``TOKENS`` tokens."""
     EACH: tl.constexpr = TOKENS // PARTS
     result = row

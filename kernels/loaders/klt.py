@@ -36,7 +36,7 @@ from kvpack.kernels.bitpack.token_factors import load_factor, read_factor
 from kvpack.kernels.tables.table_assembly import SELECT_BY_BIT, column_lookup_ptx, pair_lookup_ptx
 
 from . import klt_heads
-from .klt_plan import COLUMNS, LOOK_UP, LOOK_UP_PAIRS, LOOK_UP_TWO, SELECT, Plan, Tile
+from .klt_plan import COLUMNS, LOOK_UP, LOOK_UP_PAIRS, LOOK_UP_TWO, SELECT, KltPlan, KltTile
 from .tiles import Tiles
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class KltConstants(NamedTuple):
 
     loads: tuple[RowLoad, ...]
     registers: tuple[Register, ...]
-    tiles: tuple[Tile, ...]
+    tiles: tuple[KltTile, ...]
     entries: int
     columns: int
     gain_stream: int
@@ -90,7 +90,7 @@ def tiles(codec: Klt) -> Tiles | None:
 def _build_tiles(codec: Klt, tables: dict[int, torch.Tensor], keys: bool) -> Tiles:
     """Return the loader of keys or, unless ``keys`` is True, of values. ``tables`` contains the table of each run, ``[head, code]``."""
     row = RowPlan()
-    plan = Plan(tables, keys, row.registers)
+    plan = KltPlan(tables, keys, row.registers)
     for (name, packing), columns in zip(codec.packings().items(), columns_by_width(codec.widths, codec.dim).values(), strict=True):
         plan.add(row.add(name, packing), columns)
     plan.place_tables()
@@ -196,7 +196,7 @@ def _load_tile_register(
 
 
 @triton.constexpr_function
-def _as_stored_register(register: Register, tile: Tile) -> Register:
+def _as_stored_register(register: Register, tile: KltTile) -> Register:
     """Return ``register`` or, if the tile's tokens may use either half of a word, the register of whole words."""
     # Triton 3.9 passes a tuple of its own, with the fields of the Python one but without its methods.
     return Register(register.load, register.half, -1) if tile.parity >= 0 else register
@@ -297,7 +297,7 @@ def entry_stride(shared: SharedTable, fast: bool) -> int:
 
 
 @triton.constexpr_function
-def _uses_multiplication(tile: Tile, stride: int) -> bool:
+def _uses_multiplication(tile: KltTile, stride: int) -> bool:
     """Return True if a multiplication can move codes to their target bit, which relieves the shift units.
 
     This requires that no code begins above the target bit.

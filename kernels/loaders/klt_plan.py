@@ -27,7 +27,7 @@ MAX_PAIR_BITS = 3
 """Maximum number of bits per code for a table of pairs of entries."""
 
 
-class Tile(NamedTuple):
+class KltTile(NamedTuple):
     """One tile of a step: the decoding method of its codes (``kind``), and the locations of codes, table entries and column constants.
 
     The codes have ``bits`` bits and are stored in ``registers``. They begin at bit ``position`` of a register or, if ``selectors`` combine
@@ -52,7 +52,7 @@ class Tile(NamedTuple):
     entries: tuple[int, ...] = ()
 
 
-class Plan:
+class KltPlan:
     """A plan under construction: the tiles of a codec, the tables of all heads, and the constants per column, which follow the tables.
 
     Tables and constants are in order of first use.
@@ -63,7 +63,7 @@ class Plan:
 
         ``tables`` contains the table of each run, ``[head, code]``. The caller may append to ``registers`` later.
         """
-        self.tiles: list[Tile] = []
+        self.tiles: list[KltTile] = []
         self.channels: list[tuple[int, ...]] = []
         self.constants: list[torch.Tensor] = []
         self.count = 0
@@ -112,7 +112,7 @@ class Plan:
             kind = SELECT.value
             zero, ones = (torch.cat([self._bits[run][:, code : code + 1] for run in runs], 1) for code in (0, 1))
             entries = self._constant_index(zero), self._constant_index(zero ^ ones)
-        self.tiles.append(Tile(kind, registers, bits, position, numbers, odd, parity, entries=entries))
+        self.tiles.append(KltTile(kind, registers, bits, position, numbers, odd, parity, entries=entries))
         self._runs.append(() if entries else tuple(runs))
         for run in {*self._runs[-1]}:
             self._used[run, kind == LOOK_UP_PAIRS.value] = 0

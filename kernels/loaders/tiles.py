@@ -108,7 +108,7 @@ class Tiles:
     load_columns: Any = None
     """Function that loads the run-time constants of ``decode``. None means ``bitfields.load_column_fields``.
 
-    ``load_columns(table, rows, constants, tokens)`` receives a head's table and its ``work.Rows``.
+    ``load_columns(table, rows, constants, tokens)`` receives a head's table and its ``work.PackedRows``.
     """
     run_product: Any = None
     """Function ``run_product(x, pointers, constants)`` that multiplies ``x`` by the factor that all tokens share, or None.

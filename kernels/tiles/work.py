@@ -15,7 +15,7 @@ from kvpack.kernels.bitpack.tile_layout import second_token_offset
 from kvpack.kernels.loaders.qjl import load_signs
 
 FIRST_ADDRESS = tl.constexpr(6)
-"""Number of integers per row of the work table before the addresses: the fields of ``Work`` before its streams."""
+"""Number of integers per row of the work table before the addresses: the fields of ``WorkItem`` before its streams."""
 
 POSITION_BIAS = tl.constexpr(1 << 20)
 """Number added to both sides of token comparisons, so that the compiler does not compute addresses from the compared positions.
@@ -27,14 +27,14 @@ STREAM_INTEGERS = tl.constexpr(3)
 """Integers per stream in a row of the work table: an address, and the batch and head strides in bytes."""
 
 
-class Rows(NamedTuple):
+class PackedRows(NamedTuple):
     """Packed rows of keys or values: pointers to the head's first row in each stream, and ``first``, the row of the first token."""
 
     streams: Any
     first: Any
 
 
-class Work(NamedTuple):
+class WorkItem(NamedTuple):
     """The tokens of a program: ``count`` tokens, beginning with token ``begin`` of the layer.
 
     Every query sees the first ``whole`` of these tokens, a multiple of the tokens that the program processes together. If keys have page
@@ -51,7 +51,7 @@ class Work(NamedTuple):
 
 @triton.jit
 def load_work(row: tl.tensor, batch: tl.tensor, head: tl.tensor, K: tl.constexpr, V: tl.constexpr) -> tl.tuple:
-    """Load the ``Work`` of one sequence and KV head from ``row``, int64 ``[FIRST_ADDRESS + STREAM_INTEGERS * streams]``.
+    """Load the ``WorkItem`` of one sequence and KV head from ``row``, int64 ``[FIRST_ADDRESS + STREAM_INTEGERS * streams]``.
 
     The streams in the row are those of keys, then of values, then of page means.
     """
@@ -62,12 +62,12 @@ def load_work(row: tl.tensor, batch: tl.tensor, head: tl.tensor, K: tl.constexpr
     v_first = tl.load(row + 4)
     k_streams = stream_pointers(row + FIRST_ADDRESS, batch, head, K)
     v_streams = stream_pointers(row + FIRST_ADDRESS + STREAM_INTEGERS * len(K.streams), batch, head, V)
-    means = Rows((), 0)
+    means = PackedRows((), 0)
     if K.means is not None:
         MEANS: tl.constexpr = K.means
         address = row + FIRST_ADDRESS + STREAM_INTEGERS * (len(K.streams) + len(V.streams))
-        means = Rows(stream_pointers(address, batch, head, MEANS), tl.load(row + 5))
-    return Work(begin, count, whole, means, Rows(k_streams, k_first), Rows(v_streams, v_first))
+        means = PackedRows(stream_pointers(address, batch, head, MEANS), tl.load(row + 5))
+    return WorkItem(begin, count, whole, means, PackedRows(k_streams, k_first), PackedRows(v_streams, v_first))
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def limit_to_length(
     skipped = tl.maximum(0, position - window + 1 - work.begin).to(tl.int32) // SPAN * SPAN
     seen = tl.maximum(0, tl.minimum(count, position + 1 + ahead - work.begin)).to(tl.int32)
     whole = tl.minimum(work.whole, seen // (TILES * SPAN) * (TILES * SPAN))
-    return Work(work.begin, count, whole, work.means, work.k, work.v), skipped
+    return WorkItem(work.begin, count, whole, work.means, work.k, work.v), skipped
 
 
 @triton.jit
@@ -128,10 +128,10 @@ def skip_unseen(work: tl.tuple, first: tl.tensor, last: tl.tensor, SPAN: tl.cons
     # If no tile is visible to all queries, the work begins with the first tile that some of them see.
     whole = tl.maximum(0, tl.minimum(work.whole, count) - shift).to(tl.int32)
     shift = tl.where(whole > 0, shift, begin).to(tl.int32)
-    k = Rows(work.k.streams, work.k.first + shift)
-    v = Rows(work.v.streams, work.v.first + shift)
-    means = Rows(work.means.streams, work.means.first + shift)
-    return Work(work.begin + shift, count - shift, whole, means, k, v), shift - begin
+    k = PackedRows(work.k.streams, work.k.first + shift)
+    v = PackedRows(work.v.streams, work.v.first + shift)
+    means = PackedRows(work.means.streams, work.means.first + shift)
+    return WorkItem(work.begin + shift, count - shift, whole, means, k, v), shift - begin
 
 
 @triton.jit

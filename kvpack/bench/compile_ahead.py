@@ -179,7 +179,7 @@ def _check_streams(sides: Sequence[Side]) -> None:
                 dispatch.check_chunks(side.codec, streams, "")
 
 
-def parse(recipe: str, shape: ModelShape, basis: Basis | None = None) -> kvpack.Recipe:
+def parse_recipe(recipe: str, shape: ModelShape, basis: Basis | None = None) -> kvpack.Recipe:
     """Parse ``recipe``. If it names a synthetic basis, this basis is used. Otherwise, a recipe that needs a basis uses ``basis``."""
     text, synthetic = synthetic_basis.resolve_recipe(recipe, shape.heads, (shape.dim, shape.dim))
     parsed = kvpack.Recipe(text)
@@ -215,7 +215,7 @@ def run(
     jobs: dict[str, Compilation] = {}
     keys: dict[str, list[str]] = {}
     for recipe in recipes:
-        named_calls = calls_to_compile(parse(recipe, shape, basis), shape)
+        named_calls = calls_to_compile(parse_recipe(recipe, shape, basis), shape)
         with collect_kernels(target) as found:
             for call in named_calls.values():
                 call()

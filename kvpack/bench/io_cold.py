@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kvpack
-from kvpack.cache.device_copy import HostBus
+from kvpack.cache.device_copy import HostCopyQueue
 from kvpack.cache.staged_load import COPY_BYTES, STAGING_BYTES, StagedCopy, staged
 from kvpack.file.container import open_file
 from kvpack.formats.arguments import checked_device
@@ -128,7 +128,7 @@ def _read_staged(path: str) -> None:
         assert span is not None
         ends = range(0, sum(place.nbytes for place in places), COPY_BYTES)
         copies = [StagedCopy(0, begin, min(begin + COPY_BYTES, span.end - span.begin), span, places[0]) for begin in ends]
-        for _ in staged(copies, file, HostBus(), STAGING_BYTES, {*()}, {*()}):
+        for _ in staged(copies, file, HostCopyQueue(), STAGING_BYTES, {*()}, {*()}):
             continue
 
 

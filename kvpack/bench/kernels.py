@@ -116,7 +116,7 @@ def run(
     """
     named = [(text, parse_shape(text)) for text in shapes]
     for recipe in recipes or ():
-        synthetic_basis.check(recipe)
+        synthetic_basis.check_recipe(recipe)
     if out is not None:
         quality_plot.import_figure_module()
     if not torch.cuda.is_available():

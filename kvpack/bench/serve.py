@@ -300,7 +300,7 @@ def _alternating_step_seconds(model: Any, batch: int, tokens: int, recipe: str, 
     with KvpackCache.of(_random_packed_cache(model, batch, tokens, recipe, device), model) as past:
         runs = [Steps(DYNAMIC, plain, dense), Steps(FLASH, plain, dense, flash=True)]
         runs += [Steps(_WITHOUT_GRAPHS, model, past, graphs=False), Steps(recipe, model, past)]
-        return time_steps(runs, batch, device, wait)
+        return time_steps(runs, batch, device, synchronize)
 
 
 def _random_packed_cache(model: Any, batch: int, tokens: int, recipe: str, device: str) -> kvpack.Cache:
@@ -347,10 +347,10 @@ def _generate_seconds(model: Any, past: Any, batch: int, device: str, **options:
     count = GENERATED
     ids = _random_ids(model, batch, int(past.get_seq_length()) + 1, device)
     options |= {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
-    wait(device)
+    synchronize(device)
     begin = time.perf_counter()
     model.generate(ids, **cache_names.cache_argument(model, past), **options)
-    wait(device)
+    synchronize(device)
     return (time.perf_counter() - begin) / count
 
 
@@ -360,10 +360,10 @@ def _step_seconds(model: Any, past: Any, batch: int, device: str) -> float:
     begin = 0.0
     for step in range(TIMED_STEPS + WARM_STEPS):
         if step == WARM_STEPS:
-            wait(device)
+            synchronize(device)
             begin = time.perf_counter()
         model(token, **over, use_cache=True, logits_to_keep=1)
-    wait(device)
+    synchronize(device)
     return (time.perf_counter() - begin) / TIMED_STEPS
 
 
@@ -412,11 +412,11 @@ def _first_token_rows(
                 with KvpackCache.load(path, model) as past:
                     logits(past, ids[:, tokens:])
 
-            def load_alone(path: Path = path) -> None:
+            def load_only(path: Path = path) -> None:
                 kvpack.load(path, device=device)
-                wait(device)
+                synchronize(device)
 
-            calls[recipe], loads[recipe], sizes[recipe] = from_packed, load_alone, path.stat().st_size
+            calls[recipe], loads[recipe], sizes[recipe] = from_packed, load_only, path.stat().st_size
         timed = call_seconds([*calls.values(), *loads.values()], device)
     rows = [{**row, "from": name, "seconds": taken} for name, (taken, _) in zip(calls, timed, strict=False)]
     for result, (_, error) in zip(rows, timed, strict=False):
@@ -460,7 +460,7 @@ def _median_seconds(call: Callable[[], None], device: str) -> float:
     return statistics.median(result[1:])
 
 
-def wait(device: str) -> None:
+def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -47,7 +47,7 @@ _MIN_TABLE, _TABLES, _MAX_LEVEL = -4, 41, 63
 """Constants of the tables: smallest standard deviation in steps (2^-4), number of tables (four per octave), and largest level."""
 
 
-def check(recipe: str) -> None:
+def check_recipe(recipe: str) -> None:
     """Raise InvalidParameter unless ``recipe`` is a recipe or names a synthetic basis."""
     if recipe.startswith(NAME):
         _parse_widths(recipe)

@@ -1,7 +1,7 @@
-"""Copies between pinned host memory and a CUDA device on a separate stream (``StreamBus``), or within host memory (``HostBus``).
+"""Copies between pinned host memory and a CUDA device on a separate stream (``CopyQueue``), or within host memory (``HostCopyQueue``).
 
 Copies run while the host reads, checks or writes other data. All loads and saves of a device share one copy stream. The "caller's stream"
-is the stream that is current when the bus is created. Device memory allocated outside ``work`` belongs to the caller's stream, which may
+is the stream that is current when the queue is created. Device memory allocated outside ``work`` belongs to the caller's stream, which may
 still be using it. Call ``wait_for_caller`` before a copy to newly allocated memory, and ``close`` before memory is freed.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 
-class StreamBus:
+class CopyQueue:
     """An ordered queue of copies between pinned host memory and a CUDA device. A mark is a point in the queue.
 
     Staging memory comes from PyTorch's caching allocator for pinned memory, which reuses a block only after all copies from or to it are
@@ -70,8 +70,8 @@ def _copy_stream(device_index: int) -> Any:
     return torch.cuda.Stream(device_index)  # type: ignore[no-untyped-call]
 
 
-class HostBus:
-    """A bus that copies synchronously within host memory, for tests and for machines without a CUDA device."""
+class HostCopyQueue:
+    """A queue that copies synchronously within host memory, for tests and for machines without a CUDA device."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -98,4 +98,4 @@ class HostBus:
         return
 
 
-Bus = StreamBus | HostBus
+Bus = CopyQueue | HostCopyQueue

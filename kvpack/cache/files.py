@@ -19,7 +19,7 @@ from kvpack.formats.arguments import as_integer, check_callback, check_flag, che
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.runtime.modes import float32_no_grad
 
-from .device_copy import Bus, StreamBus
+from .device_copy import Bus, CopyQueue
 from .layer import Layer
 from .packed_argument import check_packed
 from .parts import CachePart, Layers, Tokens
@@ -87,7 +87,7 @@ def save(
         cache = replace(cache, metadata=MappingProxyType(from_bytes(to_bytes(metadata))))
     devices = {side.device for layer in cache.layers for side in layer.sides.values()}
     if not compress and {device.type for device in devices} == {"cuda"} and len(devices) == 1:
-        return save_from(StreamBus(devices.pop()), cache, target, durable=durable, progress=progress)
+        return save_from(CopyQueue(devices.pop()), cache, target, durable=durable, progress=progress)
     contents, arrays = file_arguments(cache)
     return container.write(target, contents, arrays, compress=compress, durable=durable, progress=progress)
 
@@ -146,7 +146,7 @@ def load(
     if memory_limit is not None:
         memory_limit = as_integer(memory_limit, "memory_limit")
     if target.type == "cuda":
-        loaded = read_to_device(StreamBus(target), container.open_file(path, memory_limit=memory_limit), layers, tokens, basis, progress)
+        loaded = read_to_device(CopyQueue(target), container.open_file(path, memory_limit=memory_limit), layers, tokens, basis, progress)
         return loaded if recipe is None else _convert(loaded, recipe, basis)
     file = container.open_file(path, memory_limit=memory_limit, copy=copy)
     part = None if layers is None and tokens is None else _selected_part(file, layers, tokens)
@@ -181,20 +181,20 @@ def _bind_header_bases(file: container.File, basis: Bases | None) -> Header:
 
 
 def read_to_device(
-    bus: Bus,
+    queue: Bus,
     file: container.File,
     layers: Layers | None = None,
     tokens: Tokens | None = None,
     basis: Bases | None = None,
     progress: Progress | None = None,
 ) -> Cache:
-    """Read a cache, or part of it, from an open file onto the device of ``bus``, and close the file. Raises the errors of ``load``."""
-    with float32_no_grad(bus.device), file:
+    """Read a cache, or part of it, from an open file onto the device of ``queue``, and close the file. Raises the errors of ``load``."""
+    with float32_no_grad(queue.device), file:
         _bind_header_bases(file, basis)
         part = _selected_part(file, layers, tokens)
         loaded = [Layer(None, None)] * len(file.header.layers)
         with prefix_errors(file.where, OutOfBounds):
-            for number, layer in load_layers(file, part, bus, progress=progress).items():
+            for number, layer in load_layers(file, part, queue, progress=progress).items():
                 loaded[number] = layer
     cache = build_cache(file.header, loaded)
     if part.has_all_tokens:

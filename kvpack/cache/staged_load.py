@@ -84,7 +84,7 @@ class StagedCopy:
 
 
 def staged(
-    copies: Sequence[StagedCopy], file: File, bus: Bus, staging_bytes: int, value_codecs: AbstractSet[int], chunk_codecs: AbstractSet[int]
+    copies: Sequence[StagedCopy], file: File, queue: Bus, staging_bytes: int, value_codecs: AbstractSet[int], chunk_codecs: AbstractSet[int]
 ) -> Generator[torch.Tensor, None, None]:
     """Yield the bytes of each copy in staging memory. The memory is reused after the caller's copies from it have finished.
 
@@ -93,12 +93,12 @@ def staged(
     """
     if copies and all(copy.span for copy in copies) and file.descriptor is not None and (reader_library := library()) is not None:
         with contextlib.suppress(MemoryError):
-            return _read_with_c_threads(reader_library, copies, file, bus, staging_bytes)
-    return _read_with_python_threads(copies, file, bus, staging_bytes, value_codecs, chunk_codecs)
+            return _read_with_c_threads(reader_library, copies, file, queue, staging_bytes)
+    return _read_with_python_threads(copies, file, queue, staging_bytes, value_codecs, chunk_codecs)
 
 
 def _read_with_c_threads(
-    reader_library: ctypes.CDLL, copies: Sequence[StagedCopy], file: File, bus: Bus, staging_bytes: int
+    reader_library: ctypes.CDLL, copies: Sequence[StagedCopy], file: File, queue: Bus, staging_bytes: int
 ) -> Generator[torch.Tensor, None, None]:
     """Implement ``staged`` with C threads, which can read byte ranges of an open file. Raises MemoryError if no thread can be started.
 
@@ -114,7 +114,7 @@ def _read_with_c_threads(
     # Direct reads include the rest of the first block and of the last block.
     slot = largest if direct is None else (largest // block + 2) * block
     slots = min(len(copies), max(2, min(_MAX_STAGED_COPIES, staging_bytes // slot)))
-    memory = bus.allocate_staging(slots * slot + block - 1)
+    memory = queue.allocate_staging(slots * slot + block - 1)
     memory = memory[-memory.data_ptr() % block :]
     data = memory.numpy().data
     checks, reads, places = [], [], []
@@ -138,20 +138,20 @@ def _read_with_c_threads(
         with running:
             for number, (place, check) in enumerate(zip(places, checks, strict=True)):
                 if number >= behind > 0:
-                    bus.wait(marks[number - behind])
+                    queue.wait(marks[number - behind])
                     running.allow(slots + number - behind + 1)
                 if not running.wait(number):
                     # Retry through the page cache, which also raises the right error.
                     file.read_span_into(*check)
                 file.check_pads(*check)
                 yield place
-                marks.append(bus.mark())
+                marks.append(queue.mark())
 
     return staged_copies()
 
 
 def _read_with_python_threads(
-    copies: Sequence[StagedCopy], file: File, bus: Bus, staging_bytes: int, value_codecs: AbstractSet[int], chunk_codecs: AbstractSet[int]
+    copies: Sequence[StagedCopy], file: File, queue: Bus, staging_bytes: int, value_codecs: AbstractSet[int], chunk_codecs: AbstractSet[int]
 ) -> Generator[torch.Tensor, None, None]:
     """Implement ``staged`` with Python threads, which can make any copy."""
     if not copies:
@@ -166,15 +166,15 @@ def _read_with_python_threads(
     if copies_ahead > max_copies:
         ahead = copies_ahead = max_copies
     threads = min(threads, ahead)
-    memory = bus.allocate_staging((copies_ahead + 1) * largest)
+    memory = queue.allocate_staging((copies_ahead + 1) * largest)
     # Create buffers before threads start, because each PyTorch operation would yield to them.
-    free = deque((slot, slot.numpy().data, bus.mark()) for slot in torch.split(memory, largest))
+    free = deque((slot, slot.numpy().data, queue.mark()) for slot in torch.split(memory, largest))
     started = deque[tuple[torch.Tensor, memoryview]]()
 
     def assign_memory() -> Iterator[tuple[StagedCopy, int, int, memoryview]]:
         for copy, ranges in zip(copies, reads, strict=True):
             slot, data, copied = free.popleft()
-            bus.wait(copied)
+            queue.wait(copied)
             started.append((slot, data))
             for first, last in ranges:
                 yield copy, first, last, data[first - copy.begin : last - copy.begin]
@@ -194,7 +194,7 @@ def _read_with_python_threads(
             slot, data = started.popleft()
             yield slot[: copy.end - copy.begin]
             # The caller has started to copy from the slot.
-            free.append((slot, data, bus.mark()))
+            free.append((slot, data, queue.mark()))
 
 
 @dataclass(frozen=True)
@@ -211,9 +211,9 @@ class _LoadGroup:
 
 
 def load_layers(
-    file: File, part: CachePart, bus: Bus, *, staging_bytes: int = STAGING_BYTES, progress: Progress | None = None
+    file: File, part: CachePart, queue: Bus, *, staging_bytes: int = STAGING_BYTES, progress: Progress | None = None
 ) -> dict[int, Layer]:
-    """Load the layers of ``part`` onto the device of ``bus``, and return them by index. The caller's stream waits for the copies.
+    """Load the layers of ``part`` onto the device of ``queue``, and return them by index. The caller's stream waits for the copies.
 
     Bytes are copied while others are read. If all tokens are loaded, a layer's streams are views of one buffer. The host checks the file
     before the copies. Then the device checks digests and values, as far as its kernels support this, and the host waits for the outcome.
@@ -227,10 +227,10 @@ def load_layers(
     result: dict[int, dict[str, Side]] = {number: {} for number in places}
     # Threads that check values on the host would wait for each other, so the device checks as much as it can.
     value_codecs, chunk_codecs = (
-        {number for number, codec in enumerate(header.codecs) if part.has_all_tokens and checks(codec, bus.device)}
+        {number for number, codec in enumerate(header.codecs) if part.has_all_tokens and checks(codec, queue.device)}
         for checks in (dispatch.supports_value_checks, dispatch.supports_chunk_checks)
     )
-    groups = _group_sides(file, places.values(), value_codecs, bus.device)
+    groups = _group_sides(file, places.values(), value_codecs, queue.device)
     group_copies = [list(_copies(number, group)) for number, group in enumerate(groups)]
     copies = list(chain.from_iterable(group_copies))
     done = 0
@@ -241,27 +241,27 @@ def load_layers(
         if progress is not None:
             progress(done, len(copies))
 
-    with contextlib.closing(bus), contextlib.closing(staged(copies, file, bus, staging_bytes, value_codecs, chunk_codecs)) as arriving:
+    with contextlib.closing(queue), contextlib.closing(staged(copies, file, queue, staging_bytes, value_codecs, chunk_codecs)) as arriving:
         # Allocate everything before the first copy, which then waits for work that still uses the same memory.
         sizes = [group.nbytes for group in groups] if part.has_all_tokens else []
-        targets = [torch.empty(size, dtype=torch.uint8, device=bus.device) for size in sizes]
-        bus.wait_for_caller()
+        targets = [torch.empty(size, dtype=torch.uint8, device=queue.device) for size in sizes]
+        queue.wait_for_caller()
         created: list[tuple[SideOffsets, Side]] = []
         if part.has_all_tokens:
             for group, target, copies_of_group in zip(groups, targets, group_copies, strict=True):
                 # Enter the context once per group, because entering takes longer than starting a copy.
-                with bus.work():
+                with queue.work():
                     for copy in copies_of_group:
-                        bus.copy(target[copy.begin : copy.end], next(arriving))
+                        queue.copy(target[copy.begin : copy.end], next(arriving))
                         report()
                 # This overlaps with the copies above.
                 views: dict[str, torch.Tensor] = {}
                 created += [(side, _view_side(file, side, target, start, views)) for side, start in group.sides]
         else:
             for copy in copies:
-                result[copy.side.layer][copy.side.side] = _copy_tokens(file, copy.side, next(arriving), part, bus)
+                result[copy.side.layer][copy.side.side] = _copy_tokens(file, copy.side, next(arriving), part, queue)
                 report()
-        states = {number: _load_states(file, number, part, bus) for number in places}
+        states = {number: _load_states(file, number, part, queue) for number in places}
     _check(file, list(zip(groups, targets, strict=False)), created, value_codecs, chunk_codecs)
     for place, side in created:
         result[place.layer][place.side] = side
@@ -364,20 +364,20 @@ def _view_side(file: File, offsets: SideOffsets, memory: torch.Tensor, start: in
     return build_side(file.header, offsets.layer, offsets.side, entry, tensors, memory.device)
 
 
-def _load_states(file: File, layer_index: int, part: CachePart, bus: Bus) -> dict[str, torch.Tensor]:
+def _load_states(file: File, layer_index: int, part: CachePart, queue: Bus) -> dict[str, torch.Tensor]:
     """Load the states of layer ``layer_index`` onto the device. Raises OutOfBounds if ``part`` ends before the file's last token."""
     result = {}
     for state in file.header.states_in_layer(layer_index):
         memory = torch.empty(layout_bytes(state.layout), dtype=torch.uint8, device="cpu")
         file.read_state_into(state, memory.numpy().data)
-        result[state.name] = memory.view(TORCH_DTYPES[state.dtype]).view(state.shape).to(bus.device)
+        result[state.name] = memory.view(TORCH_DTYPES[state.dtype]).view(state.shape).to(queue.device)
     if not result:
         return {}
     layer = Layer(None, None, states=MappingProxyType(result))
     return dict(slice_layer(layer, layer_index, (part.start, part.stop), file.header.start, part.tokens).states)
 
 
-def _copy_tokens(file: File, offsets: SideOffsets, memory: torch.Tensor, part: CachePart, bus: Bus) -> Side:
+def _copy_tokens(file: File, offsets: SideOffsets, memory: torch.Tensor, part: CachePart, queue: Bus) -> Side:
     """Copy the tokens of ``part`` from ``memory``, which contains whole keys or values, to the device.
 
     Raises OutOfBounds if tokens are missing.
@@ -386,17 +386,17 @@ def _copy_tokens(file: File, offsets: SideOffsets, memory: torch.Tensor, part: C
     layer = Layer(_view_side(file, offsets, memory, 0, {}), None, skipped=skipped)
     side = slice_layer(layer, offsets.layer, (part.start, part.stop), file.header.start, part.tokens).k
     assert side is not None
-    return side.map_buffers(lambda tensor: _copy_to_device(tensor, bus))
+    return side.map_buffers(lambda tensor: _copy_to_device(tensor, queue))
 
 
-def _copy_to_device(tensor: torch.Tensor, bus: Bus) -> torch.Tensor:
+def _copy_to_device(tensor: torch.Tensor, queue: Bus) -> torch.Tensor:
     """Copy ``tensor``, ``[batch, kv_head, row, ...]``, from staging memory to the device, head by head unless it is contiguous."""
-    target = torch.empty(tensor.shape, dtype=tensor.dtype, device=bus.device)
-    bus.wait_for_caller()
-    with bus.work():
+    target = torch.empty(tensor.shape, dtype=tensor.dtype, device=queue.device)
+    queue.wait_for_caller()
+    with queue.work():
         if tensor.is_contiguous():
-            bus.copy(target, tensor)
+            queue.copy(target, tensor)
         else:
             for to, rows in zip(target.flatten(0, 1), tensor.flatten(0, 1), strict=True):
-                bus.copy(to, rows)
+                queue.copy(to, rows)
     return target

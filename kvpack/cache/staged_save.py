@@ -130,7 +130,7 @@ _COPIES_AHEAD = 2
 
 
 def save_from(
-    bus: Bus,
+    queue: Bus,
     cache: Cache,
     path: str | os.PathLike[str],
     *,
@@ -138,46 +138,49 @@ def save_from(
     progress: Progress | None = None,
     piece_bytes: int = PIECE_BYTES,
 ) -> int:
-    """Write ``cache``, which is on the device of ``bus``, to ``path``. Returns the file's size in bytes. Raises the errors of ``save``."""
-    with float32_no_grad(bus.device), contextlib.closing(bus), contextlib.closing(_pieces(bus, cache, piece_bytes)) as pieces:
+    """Write ``cache``, which is on the device of ``queue``, to ``path``, and return the file's size in bytes.
+
+    Raises the errors of ``save``.
+    """
+    with float32_no_grad(queue.device), contextlib.closing(queue), contextlib.closing(_pieces(queue, cache, piece_bytes)) as pieces:
         return write_pieces(path, cache.contents, pieces, durable=durable, progress=progress)
 
 
-def _pieces(bus: Bus, cache: Cache, piece_bytes: int) -> Generator[Piece, None, None]:
+def _pieces(queue: Bus, cache: Cache, piece_bytes: int) -> Generator[Piece, None, None]:
     """Yield the pieces of all tensors in order. Meanwhile, up to ``_COPIES_AHEAD`` later pieces are copied."""
     count = WRITES_AT_ONCE + _COPIES_AHEAD + 1
-    memory = bus.allocate_staging(count * piece_bytes)
+    memory = queue.allocate_staging(count * piece_bytes)
     free: SimpleQueue[torch.Tensor] = SimpleQueue()
     for number in range(count):
         free.put(memory[number * piece_bytes : (number + 1) * piece_bytes])
 
     def start_copies() -> Iterator[tuple[str, torch.Tensor, int, Any]]:
-        for name, data in _tensors(bus, cache):
+        for name, data in _tensors(queue, cache):
             for first in range(0, len(data), piece_bytes):
                 part, slot = data[first : first + piece_bytes], free.get()
-                with bus.work():
-                    bus.copy(slot[: len(part)], part)
-                yield name, slot, len(part), bus.mark()
+                with queue.work():
+                    queue.copy(slot[: len(part)], part)
+                yield name, slot, len(part), queue.mark()
 
     copies = start_copies()
     ahead = deque(islice(copies, _COPIES_AHEAD))
     while ahead:
         ahead.extend(islice(copies, 1))
         name, slot, size, copied = ahead.popleft()
-        bus.wait(copied)
+        queue.wait(copied)
         yield Piece(name, slot[:size].numpy().data, partial(free.put, slot))
 
 
-def _tensors(bus: Bus, cache: Cache) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(queue: Bus, cache: Cache) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and the bytes (uint8, on the device) of each tensor in the file."""
     for number, layer in enumerate(cache.layers):
         for side_name, side in layer.sides.items():
-            with bus.work():
+            with queue.work():
                 streams = stored_streams(side.merged())
                 flat = {name: tensor.detach().contiguous().flatten().view(torch.uint8) for name, tensor in streams.items()}
             for name, data in flat.items():
                 yield f"{number}.{side_name}.{name}", data
         for name, state in sorted(layer.states.items()):
-            with bus.work():
+            with queue.work():
                 flat_state = state.detach().contiguous().flatten().view(torch.uint8)
             yield f"{number}.state.{name}", flat_state

@@ -287,7 +287,7 @@ def measure(x: torch.Tensor) -> ValueSizes:
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode
 
-        compiled = c_encode.measure(x)
+        compiled = c_encode.measure_sizes(x)
         if compiled is not None:
             return ValueSizes(*compiled)
     return ValueSizes(norms_per_head(x))
@@ -341,7 +341,7 @@ def _decode_chunks(
     chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numbers, table_indices: rans.Numbers
 ) -> rans.DecodedChunks | None:
     """Decode chunks in C, as ``rans.decode`` does. Returns None if the C kernels are unavailable or disabled."""
-    if not _runs_c():
+    if not _c_is_enabled():
         return None
     from kvpack.kernels.cpu import rans as c_rans
 
@@ -352,7 +352,7 @@ def _encode_chunks(
     symbols: rans.Numbers, lengths: rans.Numbers, tables: rans.Numbers, table_indices: rans.Numbers
 ) -> rans.Chunks | None:
     """Encode symbols in C, as ``rans.encode_in_numpy`` does. Returns None if the C kernels are unavailable or disabled."""
-    if not _runs_c():
+    if not _c_is_enabled():
         return None
     from kvpack.kernels.cpu import rans as c_rans
 
@@ -364,7 +364,7 @@ rans.compiled_decoder, rans.compiled_encoder = _decode_chunks, _encode_chunks
 
 def _add_words(data: memoryview, sum_: int) -> int | None:
     """Add words to a row's checksum in C. Returns None if the C kernels are unavailable or disabled."""
-    if not _runs_c():
+    if not _c_is_enabled():
         return None
     from kvpack.kernels.cpu import checksum
 
@@ -397,7 +397,7 @@ def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: fl
     return token_norms.has_large_size(codec.without_sidecars.error_sizes(streams), ratio)
 
 
-def _runs_c() -> bool:
+def _c_is_enabled() -> bool:
     return os.environ.get(VARIABLE, "") in ("", "cpu") and c_is_built()
 
 

@@ -110,7 +110,7 @@ _TIME = re.compile(r"([0-9]{1,9})([smhd])", re.ASCII)
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
-def seconds(text: str) -> int:
+def parse_duration(text: str) -> int:
     """Return the number of seconds in a time such as ``90s``, ``30m``, ``12h`` or ``7d``."""
     match = _TIME.fullmatch(text.strip())
     if match is None:

@@ -13,7 +13,7 @@ from kvpack.output import add_json, bytes_text, format_count, print_json, print_
 from kvpack.store.backend import Pin
 from kvpack.store.catalog import Catalog, Prefix
 
-from .command_store import parse_byte_count, parse_positive_byte_count, seconds
+from .command_store import parse_byte_count, parse_duration, parse_positive_byte_count
 from .outputs import add_force, check_output
 
 KEY_BYTES = 32
@@ -51,7 +51,7 @@ def add(commands: Any) -> None:
     remove = _add_action(kinds, "rm", run_rm, "remove entries by model, recipe, tenant or time since last use")
     remove.add_argument("--model", metavar="NAME", help="only entries of this model, as stat prints it")
     remove.add_argument("--recipe", metavar="RECIPE", help="only entries of this recipe")
-    remove.add_argument("--older-than", type=seconds, metavar="TIME", help="only entries not used for this long, such as 7d or 12h")
+    remove.add_argument("--older-than", type=parse_duration, metavar="TIME", help="only entries not used for this long, such as 7d or 12h")
     remove.add_argument("--dry-run", action="store_true", help="only count the entries that would be removed")
     export = _add_action(kinds, "export", run_export, "write one prefix as a single kvpack file")
     export.add_argument("key", metavar="KEY", help="a key, or its first digits; ls lists them")

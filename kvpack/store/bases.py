@@ -16,7 +16,7 @@ from .counters import Counters
 from .encryption import Cipher, decrypt_entry
 from .entry_kind import check_size
 from .keys import basis_keys, check_basis
-from .loading import FAULTS, refuse
+from .loading import FAULTS, reject_entry
 
 
 def parse_basis_entry(key: bytes, data: Data, digest: bytes, cipher: Cipher | None) -> Basis:
@@ -111,7 +111,7 @@ class StoredBasis:
             try:
                 check_basis(key, decrypt_entry(key, basis.data, self._cipher), self._cipher)
             except FAULTS as error:
-                refuse(backend, self._counters, key, basis, error)
+                reject_entry(backend, self._counters, key, basis, error)
                 return False
             return True
         return False
@@ -123,7 +123,7 @@ class StoredBasis:
                 basis = parse_basis_entry(key, entries[0].data, self._digest, self._cipher)
                 basis.check_model(self._model, self._digests)
             except FAULTS as error:
-                refuse(self._backend, self._counters, key, entries[0], error)
+                reject_entry(self._backend, self._counters, key, entries[0], error)
                 after_tier = entries[0].tier
                 continue
             self._backend.accept([key], entries[:1], time.time_ns())

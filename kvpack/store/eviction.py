@@ -389,6 +389,6 @@ def least_recently_used(index: Index, folder: Folder, latest_ns: int) -> Generat
 
 def _rows_by_last_use(index: Index, latest_ns: int) -> Iterator[IndexRow]:
     for after, before in (((latest_ns, _MAX_INT64), _MAX_INT64), ((_MIN_INT64, _MIN_INT64), latest_ns)):
-        while rows := index.oldest(_ROWS_READ, after, before):
+        while rows := index.least_recently_used(_ROWS_READ, after, before):
             yield from rows
             after = rows[-1][3], rows[-1][0]

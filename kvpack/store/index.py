@@ -204,7 +204,7 @@ class Index:
                 return IndexTotals(*connection.execute("SELECT SUM(entries), SUM(bytes), SUM(cost) FROM folders").fetchone())
         return None
 
-    def oldest(self, count: int, previous: tuple[int, int], until: int) -> list[tables.IndexRow]:
+    def least_recently_used(self, count: int, previous: tuple[int, int], until: int) -> list[tables.IndexRow]:
         """Return up to ``count`` rows last used no later than ``until``, least recently used first.
 
         ``previous`` is the (last use, row number) pair of the row before the first one to return.

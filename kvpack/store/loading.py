@@ -108,7 +108,7 @@ class Loader:
                 break
             # A slower tier may have a good copy of the bad entry.
             bad = entries[len(read_chunks)]
-            self._refuse(part[len(read_chunks)], bad, error)
+            self._reject(part[len(read_chunks)], bad, error)
             after_tier = bad.tier
         return chunks, result
 
@@ -140,7 +140,7 @@ class Loader:
                 decrypted = decrypt_entry(key, entries[0].data, self._cipher)
                 return state_entries.read(decrypted, chunk, position, self._reader.model, self._reader.recipe), entries[0]
             except FAULTS as error:
-                self._refuse(key, entries[0], error)
+                self._reject(key, entries[0], error)
                 after_tier = entries[0].tier
         return None
 
@@ -191,7 +191,7 @@ class Loader:
             _, error = self._read(entries, [key], chunk_index)
             if error is None:
                 return True
-            self._refuse(key, entries[0], error)
+            self._reject(key, entries[0], error)
             after_tier = entries[0].tier
         return False
 
@@ -234,18 +234,18 @@ class Loader:
             cache = None
         if refused is not None:
             # The chunk is intact but does not continue the previous ones, or memory ran out.
-            self._refuse(keys[len(chunks)], entries[len(chunks)], refused)
+            self._reject(keys[len(chunks)], entries[len(chunks)], refused)
         return cache
 
-    def _refuse(self, key: bytes, entry: FoundEntry, error: Exception) -> None:
+    def _reject(self, key: bytes, entry: FoundEntry, error: Exception) -> None:
         self._readable_keys.remove([key])
-        if refuse(self._backend, self._counters, key, entry, error):
+        if reject_entry(self._backend, self._counters, key, entry, error):
             # An entry that is still present could not be removed, or is another tier's copy, which may be damaged too.
             update_suspects = self._suspect_keys.add if self._backend.count_present([key]) else self._suspect_keys.remove
             update_suspects([key])
 
 
-def refuse(backend: Backend, counters: Counters, key: bytes, entry: FoundEntry, error: Exception) -> bool:
+def reject_entry(backend: Backend, counters: Counters, key: bytes, entry: FoundEntry, error: Exception) -> bool:
     """Count a miss for an entry that could not be used. A damaged entry is removed. Returns True if it is damaged.
 
     An entry that is not damaged is kept, because other stores may be able to read it.

@@ -23,7 +23,7 @@ from .counters import Counters, with_labels
 from .encryption import decrypt_entry
 from .entry_kind import MAX_ID_BYTES, check_size, encrypted_bytes
 from .keys import page_key
-from .loading import FAULTS, refuse
+from .loading import FAULTS, reject_entry
 from .locations import check_identity, open_for_identity
 from .options import StoreKeywords, StoreOptions, check_count
 from .redaction import shown_location
@@ -347,7 +347,7 @@ class PageStore:
                         loaded[index] = True
                         valid[index] = result[index]
                     else:
-                        refuse(self._backend, self._counters, names[index], result[index], refused)
+                        reject_entry(self._backend, self._counters, names[index], result[index], refused)
             after_tier = {index: entry.tier for index, entry in result.items() if not loaded[index]}
         if valid:
             whole = sorted(valid)
@@ -361,7 +361,7 @@ class PageStore:
                 raise Truncated(f"entry {names[index].hex()} has {len(row)} bytes, expected at most {self.codec.nbytes} for a row")
             rows[index] = row
         except FAULTS as error:
-            refuse(self._backend, self._counters, names[index], entry, error)
+            reject_entry(self._backend, self._counters, names[index], entry, error)
 
     @property
     def _max_page_bytes(self) -> int:

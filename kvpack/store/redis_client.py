@@ -22,7 +22,7 @@ from .redis_page_scripts import DESCRIBE, MISSING, RECOUNT, SUM, TOTALS
 from .redis_replies import (
     fronts_check,
     integer,
-    integers,
+    integers_check,
     key_list,
     parse_count_page,
     parse_entry_page,
@@ -51,7 +51,7 @@ FRONTS_BYTES = 64 * 1024
 """Maximum number of bytes of an entry in a reply from the script that returns fronts. Most headers are smaller."""
 _REPLY_CHECKS: dict[str, Callable[[Any], Any]] = {
     "put": put_results_check(FRONT_BYTES),
-    "room": integers(4),
+    "room": integers_check(4),
     "touch": integer,
     "delete": key_list,
     "fronts": fronts_check(FRONTS_BYTES),

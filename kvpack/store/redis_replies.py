@@ -30,7 +30,7 @@ def integer(reply: Any) -> int:
     return reply
 
 
-def integers(count: int) -> Callable[[Any], list[int]]:
+def integers_check(count: int) -> Callable[[Any], list[int]]:
     """Return a check that accepts only a list of ``count`` integers."""
     return lambda reply: [integer(item) for item in _check_list(reply, f"{count} integers", count)]
 
@@ -81,7 +81,7 @@ def fronts_check(max_bytes: int) -> Callable[[Any], list[Any]]:
 
 def two_integers(reply: Any) -> list[int]:
     """Return the reply, which must be a list of two integers, or [-1]."""
-    return reply if reply == [-1] and type(reply[0]) is int else integers(2)(reply)
+    return reply if reply == [-1] and type(reply[0]) is int else integers_check(2)(reply)
 
 
 def sum_progress(reply: Any) -> int:

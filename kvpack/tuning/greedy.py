@@ -20,7 +20,7 @@ Point = tuple[int, float, str]
 """Bytes, loss and codec of one choice for a tensor."""
 
 
-def allocate(priced: PackedCandidates, losses: Losses, budget: int) -> Allocation:
+def allocate(candidates: PackedCandidates, losses: Losses, budget: int) -> Allocation:
     """Return the allocation with the smallest total loss for a file of at most ``budget`` bytes.
 
     Each tensor starts with its smallest codec. Steps to larger codecs are taken in descending order of the loss that they save per byte, as
@@ -28,15 +28,15 @@ def allocate(priced: PackedCandidates, losses: Losses, budget: int) -> Allocatio
     fits. Raises InvalidParameter if the smallest file exceeds the budget.
     """
     hulls = {
-        tensor_key: convex_hull((priced.stream_bytes(tensor_key, codec), loss, codec) for codec, loss in tensor_losses.items())
+        tensor_key: convex_hull((candidates.stream_bytes(tensor_key, codec), loss, codec) for codec, loss in tensor_losses.items())
         for tensor_key, tensor_losses in losses.items()
     }
     chosen = {tensor_key: points[0][2] for tensor_key, points in hulls.items()}
-    smallest = priced.file_bytes(chosen)
+    smallest = candidates.file_bytes(chosen)
     if smallest > budget:
-        bits = 8 / priced.values()
+        bits = 8 / candidates.values()
         raise InvalidParameter(
-            f"with these candidates, a file of {priced.length.tokens:,} tokens has at least {smallest:,} bytes "
+            f"with these candidates, a file of {candidates.length.tokens:,} tokens has at least {smallest:,} bytes "
             f"({smallest * bits:.3f} bits per value), but the budget is {budget:,} bytes ({budget * bits:.3f} bits per value): raise --bits"
         )
     steps = [(_step_sort_key(points, 1), tensor_key, 1) for tensor_key, points in hulls.items() if len(points) > 1]
@@ -45,26 +45,26 @@ def allocate(priced: PackedCandidates, losses: Losses, budget: int) -> Allocatio
         _, tensor_key, number = heapq.heappop(steps)
         points = hulls[tensor_key]
         candidate = chosen | {tensor_key: points[number][2]}
-        if priced.file_bytes(candidate) > budget:
+        if candidates.file_bytes(candidate) > budget:
             continue
         chosen = candidate
         if number + 1 < len(points):
             heapq.heappush(steps, (_step_sort_key(points, number + 1), tensor_key, number + 1))
-    return _spend_remaining(priced, losses, budget, chosen)
+    return _spend_remaining(candidates, losses, budget, chosen)
 
 
-def _spend_remaining(priced: PackedCandidates, losses: Losses, budget: int, allocation: Allocation) -> Allocation:
+def _spend_remaining(candidates: PackedCandidates, losses: Losses, budget: int, allocation: Allocation) -> Allocation:
     while True:
-        left = budget - priced.file_bytes(allocation)
+        left = budget - candidates.file_bytes(allocation)
         gains = sorted(
             (loss - losses[tensor_key][allocation[tensor_key]], tensor_key, codec)
             for tensor_key, codec_losses in losses.items()
             for codec, loss in codec_losses.items()
             if loss < losses[tensor_key][allocation[tensor_key]]
-            and priced.stream_bytes(tensor_key, codec) - priced.stream_bytes(tensor_key, allocation[tensor_key]) <= left
+            and candidates.stream_bytes(tensor_key, codec) - candidates.stream_bytes(tensor_key, allocation[tensor_key]) <= left
         )
         fitting = (allocation | {tensor_key: codec} for _, tensor_key, codec in gains)
-        better = next((candidate for candidate in fitting if priced.file_bytes(candidate) <= budget), None)
+        better = next((candidate for candidate in fitting if candidates.file_bytes(candidate) <= budget), None)
         if better is None:
             return allocation
         allocation = better

@@ -28,7 +28,7 @@ MAX_JOURNAL_BYTES = 2**26
 _FORMAT = "kvpack measurements"
 
 
-def identity(exact: Sequence[UncompressedResult], file_tokens: int) -> str:
+def windows_digest(exact: Sequence[UncompressedResult], file_tokens: int) -> str:
     """Return a digest of the tokens and of the uncompressed predictions, which identifies the model, the text and the sizes."""
     digest = xxhash.xxh3_128(str(file_tokens).encode())
     for window in exact:
@@ -73,7 +73,7 @@ def open_journal(path: str | None, exact: Sequence[UncompressedResult], file_tok
     It contains the losses recorded in the file ``path``, if that exists. Raises MissingFile if the file cannot be read, and
     InvalidParameter if it is not a journal or is for other windows.
     """
-    journal = Journal(path, identity(exact, file_tokens))
+    journal = Journal(path, windows_digest(exact, file_tokens))
     if path is None or not os.path.lexists(path):
         return journal
     try:

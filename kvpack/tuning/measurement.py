@@ -67,7 +67,7 @@ class Windows:
     on_measured: Callable[[str, Loss], None] | None = None
     basis: Basis | None = None
 
-    def read(self, windows: Sequence[torch.Tensor], scored_tokens: int) -> UncompressedResult:
+    def evaluate(self, windows: Sequence[torch.Tensor], scored_tokens: int) -> UncompressedResult:
         """Read windows ``[1, token]`` without packing. Returns the complete predictions for the first window."""
         first = None
         for tokens in windows:
@@ -110,7 +110,7 @@ def evaluate_once(
     losses: dict[str, list[Loss]] = {recipe: [] for recipe in recipes}
     for tokens in windows:
         window = Windows(searched.model, searched.folder, searched.length, searched.step, basis=searched.basis)
-        exact.append(window.read([tokens], scored_tokens).loss)
+        exact.append(window.evaluate([tokens], scored_tokens).loss)
         for recipe, result in losses.items():
             result.append(window.loss(recipe))
     return exact, {recipe: Loss.combine(result) for recipe, result in losses.items()}

@@ -26,7 +26,7 @@ def results(
 
     ``held_out`` contains the losses in the held-out windows: of the uncompressed model, and of both recipes.
     """
-    layers = len(search.priced.tensor_keys) // 2
+    layers = len(search.candidates.tensor_keys) // 2
     exact, losses = held_out
     result, plain = (None if allocation is None else losses[recipe_text(allocation.allocation)] for allocation in (tuned, uniform))
     return {
@@ -46,13 +46,19 @@ def results(
             for allocation in search.measurements
         ],
         "sensitivities": [
-            {"layer": layer, "side": side, "codec": codec, "bytes": search.priced.stream_bytes((layer, side), codec), "kl_divergence": loss}
+            {
+                "layer": layer,
+                "side": side,
+                "codec": codec,
+                "bytes": search.candidates.stream_bytes((layer, side), codec),
+                "kl_divergence": loss,
+            }
             for (layer, side), losses_by_codec in search.sensitivities.items()
             for codec, loss in losses_by_codec.items()
         ],
         "left_out": [
             {"layer": layer, "side": side, "codec": codec, "why": reason}
-            for (layer, side), reasons in search.priced.left_out.items()
+            for (layer, side), reasons in search.candidates.left_out.items()
             for codec, reason in reasons.items()
         ],
     }

@@ -38,27 +38,27 @@ class Measurement:
 class Search:
     """The inputs of a search, and its measurements in the order in which they were made."""
 
-    priced: PackedCandidates
+    candidates: PackedCandidates
     windows: Windows
     budget: int
     """Maximum size of one file in bytes."""
     measurements: list[Measurement] = field(default_factory=list)
     sensitivities: Losses = field(default_factory=dict)
 
-    def measure(self, description: str, allocation: Allocation) -> Measurement:
+    def measure(self, role: str, allocation: Allocation) -> Measurement:
         """Measure the loss of a whole allocation, and add it to ``measurements``."""
-        result = Measurement(description, allocation, self.windows.loss(recipe_text(allocation)))
+        result = Measurement(role, allocation, self.windows.loss(recipe_text(allocation)))
         self.measurements.append(result)
         return result
 
     def fits(self, allocation: Allocation) -> bool:
-        return self.priced.file_bytes(allocation) <= self.budget
+        return self.candidates.file_bytes(allocation) <= self.budget
 
     def common_candidates(self, side: str) -> list[str]:
         """Return the candidates for ``side`` that all layers can use, smallest first."""
-        first, *others = [codecs for (_, its_side), codecs in self.priced.packed.items() if its_side == side]
+        first, *others = [codecs for (_, its_side), codecs in self.candidates.packed.items() if its_side == side]
         common = [codec for codec in first if all(codec in codecs for codecs in others)]
-        return sorted(common, key=lambda codec: self.priced.stream_bytes((0, side), codec))
+        return sorted(common, key=lambda codec: self.candidates.stream_bytes((0, side), codec))
 
 
 def best_measurement(measured: list[Measurement]) -> Measurement:
@@ -96,31 +96,32 @@ def measure_sensitivities(search: Search) -> Losses:
     Candidates that cannot represent a window's values are omitted.
     """
     result: Losses = {}
-    for (layer, side), codecs in search.priced.packed.items():
+    for (layer, side), codecs in search.candidates.packed.items():
         result[layer, side] = {}
         for codec in codecs:
             try:
                 loss = search.windows.loss(single_tensor_recipe(layer, side, codec))
             except ValueTooLarge as error:
-                search.priced.left_out[layer, side][codec] = str(error)
+                search.candidates.left_out[layer, side][codec] = str(error)
                 continue
             result[layer, side][codec] = loss.kl_divergence
         if not result[layer, side]:
-            reason = next(iter(search.priced.left_out[layer, side].values()))
+            reason = next(iter(search.candidates.left_out[layer, side].values()))
             raise InvalidParameter(f"no candidate can encode layers[{layer}].{side}: {reason}")
     return result
 
 
 def _check_budget(search: Search) -> None:
     """Raise InvalidParameter if no allocation fits the budget, before anything is measured."""
-    allocate(search.priced, {tensor_key: dict.fromkeys(codecs, 0.0) for tensor_key, codecs in search.priced.packed.items()}, search.budget)
+    losses = {tensor_key: dict.fromkeys(codecs, 0.0) for tensor_key, codecs in search.candidates.packed.items()}
+    allocate(search.candidates, losses, search.budget)
 
 
-def measure_within_budget(search: Search, description: str, losses: Losses) -> Measurement:
+def measure_within_budget(search: Search, role: str, losses: Losses) -> Measurement:
     """Measure the allocation with the smallest predicted loss among those whose files fit the budget in all windows."""
     budget = search.budget
     while True:
-        result = search.measure(description, allocate(search.priced, losses, budget))
+        result = search.measure(role, allocate(search.candidates, losses, budget))
         excess = result.loss.bytes - search.budget * len(search.windows.exact)
         if excess <= 0:
             return result
@@ -130,7 +131,7 @@ def measure_within_budget(search: Search, description: str, losses: Losses) -> M
 
 def _promising_uniforms(search: Search) -> list[Allocation]:
     """Return the uniform allocations within the budget that have the smallest predicted losses, smallest first."""
-    tensor_keys, known = search.priced.tensor_keys, search.sensitivities
+    tensor_keys, known = search.candidates.tensor_keys, search.sensitivities
     result = []
     for k, v in product(search.common_candidates("k"), search.common_candidates("v")):
         allocation = uniform_allocation(tensor_keys, k, v)
@@ -168,14 +169,14 @@ def _exchange(search: Search, tuned: Measurement) -> Measurement | None:
 
 
 def _needs_more_bytes(search: Search, tensor_key: TensorKey, old_codec: str, new_codec: str) -> bool:
-    return search.priced.stream_bytes(tensor_key, new_codec) > search.priced.stream_bytes(tensor_key, old_codec)
+    return search.candidates.stream_bytes(tensor_key, new_codec) > search.candidates.stream_bytes(tensor_key, old_codec)
 
 
 def _neighbors(search: Search, tensor_key: TensorKey, codec: str) -> list[str]:
     """Return the next smaller and the next larger codec for the tensor ``tensor_key`` on the convex hull of its candidates."""
-    size = search.priced.stream_bytes(tensor_key, codec)
+    size = search.candidates.stream_bytes(tensor_key, codec)
     losses = search.sensitivities[tensor_key]
-    points = convex_hull((search.priced.stream_bytes(tensor_key, other), loss, other) for other, loss in losses.items())
+    points = convex_hull((search.candidates.stream_bytes(tensor_key, other), loss, other) for other, loss in losses.items())
     smaller = [other for bytes_, _, other in points if bytes_ < size][-1:]
     larger = [other for bytes_, _, other in points if bytes_ > size][:1]
     return smaller + larger

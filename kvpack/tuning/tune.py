@@ -173,8 +173,8 @@ def run(
         search_windows, held_out_windows = _choose_windows(words, sizes, settings)
         runs = width_recipe_count(layers) if widths else recipe_count(layers, codecs)
         counter.total = sizes.windows * (1 + runs) + 3 * sizes.held_out
-        priced = pack_candidates(searched.read(search_windows, sizes.score), codecs, length, loaded_basis)
-        search = Search(priced, searched, math.floor(bits * priced.values() / 8))
+        packed = pack_candidates(searched.evaluate(search_windows, sizes.score), codecs, length, loaded_basis)
+        search = Search(packed, searched, math.floor(bits * packed.values() / 8))
         journal = open_journal(measurements, searched.exact, settings.file_tokens)
         searched.losses, searched.on_measured = dict(journal.losses), journal.add
         try:

@@ -29,16 +29,17 @@ def search_by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
 
     Raises InvalidParameter if even the smallest candidates exceed the budget.
     """
-    allocate(search.priced, {tensor_key: dict.fromkeys(codecs, 0.0) for tensor_key, codecs in search.priced.packed.items()}, search.budget)
+    losses = {tensor_key: dict.fromkeys(codecs, 0.0) for tensor_key, codecs in search.candidates.packed.items()}
+    allocate(search.candidates, losses, search.budget)
     measured = {}
-    for (layer, side), codecs in search.priced.packed.items():
+    for (layer, side), codecs in search.candidates.packed.items():
         codec = min(codecs, key=lambda codec: (abs(average_bits(codec, side) - MEASURED_BITS), codec))
         loss = search.windows.loss(single_tensor_recipe(layer, side, codec)).kl_divergence
         measured[layer, side] = codec, loss
         search.sensitivities[layer, side] = {codec: loss}
     tuned = measure_within_budget(search, "widths", _predict_losses(search, measured))
     pairs = zip(*(search.common_candidates(side) for side in "kv"), strict=False)
-    fitting = [result for k, v in pairs if search.fits(result := uniform_allocation(search.priced.tensor_keys, k, v))]
+    fitting = [result for k, v in pairs if search.fits(result := uniform_allocation(search.candidates.tensor_keys, k, v))]
     plain = search.measure("uniform", fitting[-1]) if fitting else None
     if plain is not None and plain.loss.kl_divergence < tuned.loss.kl_divergence:
         tuned = plain
@@ -50,7 +51,7 @@ def _predict_losses(search: Search, measured: dict[tuple[int, str], tuple[str, f
     floor = min(loss for _, loss in measured.values())
     raised = increase_losses({tensor_key: loss - floor for tensor_key, (_, loss) in measured.items()})
     result: Losses = {}
-    for (layer, side), codecs in search.priced.packed.items():
+    for (layer, side), codecs in search.candidates.packed.items():
         codec, _ = measured[layer, side]
         bits = {other: average_bits(other, side) for other in codecs}
         result[layer, side] = {other: raised[layer, side] * 4.0 ** (bits[codec] - bits[other]) for other in codecs}

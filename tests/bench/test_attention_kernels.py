@@ -43,7 +43,7 @@ def test_synthetic_basis_has_widths_from_its_name() -> None:
     assert (layer.k.codec.widths, layer.v.codec.widths) == (bytes([8, 3, 2, 1, 1, 0, 0, 0]), bytes([5, 7, 1]))
     for recipe in ("klt=12", "klt=9:1", "klt=000:1", "klt=1:2:3"):
         with pytest.raises(InvalidParameter, match="expected a name such as klt=63211000:53100000"):
-            synthetic_basis.check(recipe)
+            synthetic_basis.check_recipe(recipe)
 
 
 def test_klt_layers_have_the_requested_bits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +71,7 @@ def test_synthetic_transform_basis_has_bits_from_its_name(scope: str) -> None:
         assert 0.3 < streams["columns"].float().mean() / side.dim < 0.6
     for recipe in ("transform=0.6", "transform=0.6:model", "transform=a:head"):
         with pytest.raises(InvalidParameter, match=r"as in transform=0\.6:head"):
-            synthetic_basis.check(recipe)
+            synthetic_basis.check_recipe(recipe)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is present")

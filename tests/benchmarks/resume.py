@@ -16,7 +16,7 @@ import torch
 
 import kvpack
 from kvpack import cache_names
-from kvpack.bench.serve import DTYPES, PREFIXES, SUFFIX, call_seconds, free_memory, random_model, wait
+from kvpack.bench.serve import DTYPES, PREFIXES, SUFFIX, call_seconds, free_memory, random_model, synchronize
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.errors import InvalidParameter
 from kvpack.models import transformers_library
@@ -142,10 +142,10 @@ def _resumed(
     prompt = ids[0, :tokens].tolist()
     identity = kvpack.Identity.of(model, recipe)
     with tempfile.TemporaryDirectory(prefix="kvpack-bench-", dir=folder) as place, kvpack.Store(place, identity) as store:
-        wait(device)
+        synchronize(device)
         begin = time.perf_counter()
         with kvpack.prefill(model, ids[:, :tokens], recipe, every=every) as cache:
-            wait(device)
+            synchronize(device)
             computed = time.perf_counter()
             stored = store.save(prompt, cache)
         saved = time.perf_counter()
@@ -167,7 +167,7 @@ def _resumed(
 
         def load_alone() -> None:
             load()
-            wait(device)
+            synchronize(device)
 
         (seconds, error), (loaded, _) = call_seconds([resume, load_alone], device)
         stats = store.stats()

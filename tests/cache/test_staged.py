@@ -13,7 +13,7 @@ import torch
 
 import kvpack
 from kvpack.cache import files, staged_load
-from kvpack.cache.device_copy import HostBus
+from kvpack.cache.device_copy import HostCopyQueue
 from kvpack.cache.parts import CachePart
 from kvpack.cache.staged_save import Piece, save_from, write_pieces
 from kvpack.file import container, payload
@@ -21,7 +21,7 @@ from kvpack.file.header import Contents
 from kvpack.formats.errors import DigestMismatch, InvalidParameter, InvalidPayload, KvpackError, OutOfBounds, Truncated, WriteFailed
 from kvpack.kernels.cpu.library import library
 from support.caches import RECIPES, random_pairs, unpack_all
-from support.late_bus import LateBus
+from support.late_copy_queue import LateCopyQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,10 +54,10 @@ def same(a: Cache, b: Cache) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_device_loads_equal_cpu_loads(recipe: str, compress: bool, tmp_path: Path) -> None:
     kvpack.save(cache_of(recipe), tmp_path / "a.kvpack", compress=compress)
-    bus, pieces, layers = LateBus(), [], []
-    found = files.read_to_device(bus, container.open_file(tmp_path / "a.kvpack"), progress=lambda *counts: pieces.append(counts))
+    queue, pieces, layers = LateCopyQueue(), [], []
+    found = files.read_to_device(queue, container.open_file(tmp_path / "a.kvpack"), progress=lambda *counts: pieces.append(counts))
     same(found, kvpack.load(tmp_path / "a.kvpack", progress=lambda *counts: layers.append(counts)))
-    assert bus.closed
+    assert queue.closed
     assert pieces == [(done, len(pieces)) for done in range(1, len(pieces) + 1)] != []
     assert layers == [(done, len(found)) for done in range(1, len(found) + 1)]
 
@@ -67,7 +67,8 @@ def test_progress_of_a_part_counts_only_the_part(tmp_path: Path) -> None:
     pieces, layers = [], []
     options = {"layers": [2, 0], "tokens": 64}
     kvpack.load(tmp_path / "a.kvpack", **options, progress=lambda *counts: layers.append(counts))
-    files.read_to_device(LateBus(), container.open_file(tmp_path / "a.kvpack"), **options, progress=lambda *counts: pieces.append(counts))
+    file = container.open_file(tmp_path / "a.kvpack")
+    files.read_to_device(LateCopyQueue(), file, **options, progress=lambda *counts: pieces.append(counts))
     assert layers == [(1, 2), (2, 2)]
     assert pieces[-1] == (len(pieces), len(pieces))
 
@@ -76,12 +77,12 @@ def test_progress_of_a_part_counts_only_the_part(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("piece_bytes", [1 << 12, 1 << 23])
 def test_device_saves_equal_cpu_saves(recipe: str, piece_bytes: int, tmp_path: Path) -> None:
-    cache, bus = cache_of(recipe, 3), LateBus()
+    cache, queue = cache_of(recipe, 3), LateCopyQueue()
     cache = cache[:, :64] if recipe == "bf16" else cache
     kvpack.save(cache, tmp_path / "a")
     counted: list[tuple[int, int]] = []
     size = save_from(
-        bus,
+        queue,
         cache,
         tmp_path / "b",
         progress=lambda done, total: counted.append((done, total)),
@@ -91,23 +92,23 @@ def test_device_saves_equal_cpu_saves(recipe: str, piece_bytes: int, tmp_path: P
     assert size == (tmp_path / "a").stat().st_size == counted[-1][0]
     assert {total for _, total in counted} == {size}
     assert all(a <= b for (a, _), (b, _) in pairwise(counted))
-    assert bus.closed
+    assert queue.closed
 
 
 def test_caches_without_layers_tokens_or_sides_are_loaded(tmp_path: Path) -> None:
     x = torch.randn(1, 2, 5, 64)
     for number, pairs in enumerate(([], [(x[:, :, :0], x[:, :, :0])], [(x, None), (None, x)])):
         cache = kvpack.pack(pairs, "octopus-3")
-        save_from(LateBus(), cache, tmp_path / "a")
+        save_from(LateCopyQueue(), cache, tmp_path / "a")
         assert (tmp_path / "a").stat().st_size == cache.nbytes, number
         kvpack.save(cache, tmp_path / "b")
         assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-        same(files.read_to_device(LateBus(), container.open_file(tmp_path / "a")), cache)
+        same(files.read_to_device(LateCopyQueue(), container.open_file(tmp_path / "a")), cache)
 
 
 def test_a_golden_file_is_loaded_to_a_device(golden: list[Path]) -> None:
     for path in golden:
-        same(files.read_to_device(LateBus(), container.open_file(path)), kvpack.load(path))
+        same(files.read_to_device(LateCopyQueue(), container.open_file(path)), kvpack.load(path))
 
 
 @pytest.fixture
@@ -121,7 +122,7 @@ def test_staging_memory_is_bounded_and_reused(tmp_path: Path) -> None:
     kvpack.save(cache_of(layers=12), tmp_path / "a")
     asked: list[int] = []
 
-    class Counting(LateBus):
+    class Counting(LateCopyQueue):
         def allocate_staging(self, nbytes: int) -> torch.Tensor:
             asked.append(nbytes)
             return super().allocate_staging(nbytes)
@@ -138,7 +139,7 @@ def test_staging_memory_is_bounded_and_reused(tmp_path: Path) -> None:
 
 def test_each_layer_is_one_buffer_with_streams_aligned_to_64_bytes(tmp_path: Path) -> None:
     kvpack.save(cache_of("kivi-2"), tmp_path / "a")
-    for layer in files.read_to_device(HostBus(), container.open_file(tmp_path / "a")):
+    for layer in files.read_to_device(HostCopyQueue(), container.open_file(tmp_path / "a")):
         tensors = [tensor for side in layer.sides.values() for tensor in (*side.stored_streams()[0].values(), side.tail)]
         tensors = [tensor for tensor in tensors if tensor.numel()]
         assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
@@ -161,10 +162,10 @@ def test_damage_gives_the_same_error_as_on_the_cpu(compress: bool, tmp_path: Pat
     data, refused = path.read_bytes(), 0
     for at in range(0, len(data), 211):
         path.write_bytes(data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :])
-        bus = LateBus()
-        found = outcome(lambda bus=bus: files.read_to_device(bus, container.open_file(path)))
+        queue = LateCopyQueue()
+        found = outcome(lambda queue=queue: files.read_to_device(queue, container.open_file(path)))
         assert found == outcome(lambda: kvpack.load(path))
-        assert bus.begun == 0 or bus.closed
+        assert queue.begun == 0 or queue.closed
         refused += found[0] != "loaded"
     assert refused > len(data) // 211 // 2
 
@@ -179,7 +180,7 @@ def test_the_first_error_in_the_file_is_raised(tmp_path: Path) -> None:
         data[start + places[name].begin] ^= 1
     path.write_bytes(data)
     with pytest.raises(KvpackError, match=r"a: 1\.v\.codes\.0 is damaged"):
-        files.read_to_device(LateBus(), container.open_file(path))
+        files.read_to_device(LateCopyQueue(), container.open_file(path))
 
 
 def test_values_that_no_writer_produces_are_refused(tmp_path: Path) -> None:
@@ -190,7 +191,7 @@ def test_values_that_no_writer_produces_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidPayload) as mapped:
         kvpack.load(tmp_path / "a")
     with pytest.raises(InvalidPayload) as staged:
-        files.read_to_device(LateBus(), container.open_file(tmp_path / "a"))
+        files.read_to_device(LateCopyQueue(), container.open_file(tmp_path / "a"))
     assert str(staged.value) == str(mapped.value)
 
 
@@ -200,14 +201,14 @@ def test_a_file_truncated_after_opening_is_reported_as_truncated(tmp_path: Path)
     file = container.open_file(path)
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(Truncated, match="another process truncated it"):
-        files.read_to_device(LateBus(), file)
+        files.read_to_device(LateCopyQueue(), file)
 
 
 def test_later_changes_to_the_file_have_no_effect(tmp_path: Path) -> None:
     path = tmp_path / "a"
     cache = cache_of()
     kvpack.save(cache, path)
-    loaded = files.read_to_device(HostBus(), container.open_file(path))
+    loaded = files.read_to_device(HostCopyQueue(), container.open_file(path))
     with path.open("r+b") as file:
         file.write(bytes(path.stat().st_size))
     assert all(torch.equal(a, b) for a, b in zip(unpack_all(loaded), unpack_all(cache), strict=True))
@@ -215,15 +216,15 @@ def test_later_changes_to_the_file_have_no_effect(tmp_path: Path) -> None:
 
 def test_no_thread_remains_after_a_failed_load(tmp_path: Path) -> None:
     kvpack.save(cache_of(layers=12), tmp_path / "a")
-    bus, threads = LateBus(), threading.active_count()
+    queue, threads = LateCopyQueue(), threading.active_count()
     file = container.open_file(tmp_path / "a")
     start, place = len(file.front.text), next(place for name, place in file.front.places.items() if name.startswith("3.k."))
     with (tmp_path / "a").open("r+b") as damaged:
         damaged.seek(start + place.begin)
         damaged.write(bytes([damaged.read(1)[0] ^ 1]))
     with pytest.raises(KvpackError, match=r"a: 3\.k\."):
-        files.read_to_device(bus, file)
-    assert (bus.closed, threading.active_count()) == (True, threads)
+        files.read_to_device(queue, file)
+    assert (queue.closed, threading.active_count()) == (True, threads)
 
 
 def test_a_missing_device_is_refused(tmp_path: Path) -> None:
@@ -262,10 +263,10 @@ def test_loading_a_part_of_a_file_returns_that_part_of_the_cache(recipe: str, pa
     chosen = set(range(5)[numbers]) if isinstance(numbers, slice) else {number % 5 for number in numbers}
     expected = replace(cache, layers=tuple(layer if number in chosen else kvpack.Layer(None, None) for number, layer in enumerate(cache)))
     expected = expected[:, slice(*((0, tokens) if isinstance(tokens, int) else tokens))] if chosen else expected
-    bus = LateBus()
+    queue = LateCopyQueue()
     same(kvpack.load(tmp_path / "a", **part), expected)
-    same(files.read_to_device(bus, container.open_file(tmp_path / "a"), **part), expected)
-    assert bus.closed
+    same(files.read_to_device(queue, container.open_file(tmp_path / "a"), **part), expected)
+    assert queue.closed
     kvpack.save(kvpack.load(tmp_path / "a", **part), tmp_path / "b")
     # A file without sides has no tokens, whose ids could be known.
     saved = expected if chosen else replace(expected, inputs=replace(expected.inputs, token_ids=b""))
@@ -282,12 +283,12 @@ def test_only_the_requested_layers_are_read(tmp_path: Path) -> None:
     path.write_bytes(data)
     for part in ({"layers": [0, 2]}, {"layers": 2, "tokens": 64}):
         assert kvpack.load(path, **part)[2].sides
-        assert files.read_to_device(LateBus(), container.open_file(path), **part)[2].sides
+        assert files.read_to_device(LateCopyQueue(), container.open_file(path), **part)[2].sides
     for part in ({"layers": [1]}, {"layers": 1, "tokens": 1}):
         with pytest.raises(DigestMismatch):
             kvpack.load(path, **part)
         with pytest.raises(DigestMismatch):
-            files.read_to_device(LateBus(), container.open_file(path), **part)
+            files.read_to_device(LateCopyQueue(), container.open_file(path), **part)
 
 
 @pytest.mark.parametrize(
@@ -312,11 +313,11 @@ def test_a_part_outside_the_file_is_refused(part: dict[str, Any], error: type[Ex
     kvpack.save(cache_of("kivi-2"), tmp_path / "a")
     with pytest.raises(error, match=message) as mapped:
         kvpack.load(tmp_path / "a", **part)
-    bus = LateBus()
+    queue = LateCopyQueue()
     with pytest.raises(error) as staged:
-        files.read_to_device(bus, container.open_file(tmp_path / "a"), **part)
+        files.read_to_device(queue, container.open_file(tmp_path / "a"), **part)
     assert str(staged.value) == str(mapped.value)
-    assert bus.begun == 0 or bus.closed
+    assert queue.begun == 0 or queue.closed
 
 
 def test_layers_that_have_dropped_tokens_are_loaded(tmp_path: Path) -> None:
@@ -325,12 +326,12 @@ def test_layers_that_have_dropped_tokens_are_loaded(tmp_path: Path) -> None:
     kvpack.save(cache, tmp_path / "a")
     for part in ({}, {"layers": 1}, {"layers": 0, "tokens": 8}, {"tokens": (24, 32)}):
         found = kvpack.load(tmp_path / "a", **part)  # type: ignore[arg-type]
-        same(files.read_to_device(LateBus(), container.open_file(tmp_path / "a"), **part), found)  # type: ignore[arg-type]
+        same(files.read_to_device(LateCopyQueue(), container.open_file(tmp_path / "a"), **part), found)  # type: ignore[arg-type]
     for part in ({"tokens": 8}, {"layers": 1, "tokens": (16, 40)}):
         with pytest.raises(OutOfBounds, match=r"a: tokens \[\d+:\d+\] were requested from layers\[1\], .* only positions") as mapped:
             kvpack.load(tmp_path / "a", **part)  # type: ignore[arg-type]
         with pytest.raises(OutOfBounds) as staged:
-            files.read_to_device(LateBus(), container.open_file(tmp_path / "a"), **part)  # type: ignore[arg-type]
+            files.read_to_device(LateCopyQueue(), container.open_file(tmp_path / "a"), **part)  # type: ignore[arg-type]
         assert str(staged.value) == str(mapped.value)
 
 
@@ -376,15 +377,15 @@ def test_any_failing_call_keeps_the_old_file(call: str, tmp_path: Path, monkeypa
     def failing(*arguments: Any, **options: Any) -> Any:
         raise OSError(28, os.strerror(28))
 
-    bus = LateBus()
+    queue = LateCopyQueue()
     with monkeypatch.context() as patch:
         patch.setattr(os, call, failing)
         with pytest.raises(WriteFailed) as caught:
-            save_from(bus, cache, tmp_path / "a", durable=True, piece_bytes=1000)
+            save_from(queue, cache, tmp_path / "a", durable=True, piece_bytes=1000)
     assert str(caught.value) == f"{tmp_path / 'a'}: could not be written: {os.strerror(28)}"
     assert (tmp_path / "a").read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["a"]
-    assert bus.closed
+    assert queue.closed
 
 
 @pytest.mark.parametrize("calls", [0, 1, 2])
@@ -397,11 +398,11 @@ def test_an_interrupt_leaves_no_trace(calls: int, tmp_path: Path) -> None:
         if left < 0:
             raise KeyboardInterrupt
 
-    bus = LateBus()
+    queue = LateCopyQueue()
     with pytest.raises(KeyboardInterrupt):
-        save_from(bus, cache_of(), tmp_path / "a", progress=interrupt, piece_bytes=1000)
+        save_from(queue, cache_of(), tmp_path / "a", progress=interrupt, piece_bytes=1000)
     assert not os.listdir(tmp_path)
-    assert bus.closed
+    assert queue.closed
 
 
 @pytest.fixture
@@ -441,8 +442,8 @@ def test_cold_files_bypass_the_page_cache(
 
     monkeypatch.setattr(staged_load, "is_cold", lambda *_: way != "cached")
     monkeypatch.setattr(staged_load, "open_direct", open_direct)
-    bus = LateBus()
-    found = [piece.clone() for piece in staged_load.staged(copies, file, bus, staged_load.STAGING_BYTES, set(), set())]
+    queue = LateCopyQueue()
+    found = [piece.clone() for piece in staged_load.staged(copies, file, queue, staged_load.STAGING_BYTES, set(), set())]
     assert b"".join(piece.numpy().tobytes() for piece in found) == expected
     assert len(opened) == (way != "cached")
     for descriptor in opened:

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttention
 
 import kvpack
 from kvpack import cli
-from kvpack.cache.device_copy import HostBus
+from kvpack.cache.device_copy import HostCopyQueue
 from kvpack.cache.files import read_to_device
 from kvpack.cache.layer import Layer
 from kvpack.cache.staged_save import save_from
@@ -71,11 +71,11 @@ def test_a_file_keeps_every_bit(compress: bool, tmp_path: Path) -> None:
 def test_loading_to_and_saving_from_a_device_is_exact(tmp_path: Path) -> None:
     cache, path = hybrid(), tmp_path / "cache.kvpack"
     kvpack.save(cache, path)
-    check_row_matches(read_to_device(HostBus(), container.open_file(path)), cache)
-    save_from(HostBus(), cache, tmp_path / "staged")
+    check_row_matches(read_to_device(HostCopyQueue(), container.open_file(path)), cache)
+    save_from(HostCopyQueue(), cache, tmp_path / "staged")
     assert (tmp_path / "staged").read_bytes() == path.read_bytes()
     with pytest.raises(OutOfBounds, match=r"tokens \[0:16\] of 32 were requested, but layers\[0\] has its states"):
-        read_to_device(HostBus(), container.open_file(path), tokens=16)
+        read_to_device(HostCopyQueue(), container.open_file(path), tokens=16)
 
 
 def test_states_belong_to_the_end_of_the_cache(tmp_path: Path) -> None:

@@ -30,13 +30,13 @@ def splitmix64(seed: int, count: int) -> list[int]:
 @pytest.mark.parametrize("seed", PUBLISHED, ids=str)
 def test_words_equal_published_ones(seed: int) -> None:
     generator = Generator(seed)
-    assert [generator.word() for _ in range(5)] == PUBLISHED[seed] == splitmix64(seed, 5)
+    assert [generator.next_word() for _ in range(5)] == PUBLISHED[seed] == splitmix64(seed, 5)
 
 
 @given(st.integers(0, 2**64 - 1))
 def test_words_equal_splitmix64_for_every_seed(seed: int) -> None:
     generator = Generator(seed)
-    assert [generator.word() for _ in range(40)] == splitmix64(seed, 40)
+    assert [generator.next_word() for _ in range(40)] == splitmix64(seed, 40)
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 300))

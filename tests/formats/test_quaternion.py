@@ -18,7 +18,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidPayload, ValueTooLarg
 from kvpack.formats.generator import unit_quaternions
 from kvpack.formats.options import Options
 from kvpack.formats.quaternion import Quaternion
-from kvpack.formats.quaternion_search import Grid, Search
+from kvpack.formats.quaternion_search import CodebookSearch, Grid
 from kvpack.formats.streams import DTYPE_BYTES
 from support.strategies import CONTENTS, check_round_trip, contents
 from support.worked_examples import example, example_codec, example_streams
@@ -44,9 +44,9 @@ def arrays(streams: dict[str, torch.Tensor]) -> dict[str, numpy.ndarray[Any, Any
     return {name: stream.numpy().copy() for name, stream in streams.items()}
 
 
-def search(secondary: int, seed: int = 435) -> Search:
+def search(secondary: int, seed: int = 435) -> CodebookSearch:
     codebook = quaternion(s=secondary, seed=seed).codebook
-    return Search(torch.tensor(unit_quaternions(seed, secondary), dtype=torch.float32), codebook)
+    return CodebookSearch(torch.tensor(unit_quaternions(seed, secondary), dtype=torch.float32), codebook)
 
 
 def units() -> list[tuple[float, ...]]:

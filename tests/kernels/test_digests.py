@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 
 import kvpack
 from kvpack.cache import files, staged_load
-from kvpack.cache.device_copy import HostBus
+from kvpack.cache.device_copy import HostCopyQueue
 from kvpack.coding import dispatch
 from kvpack.errors import KvpackError
 from kvpack.file import container, payload
 from kvpack.kernels.bitpack import digests
 from support.caches import random_pairs
 from support.interpreter import DEVICE, INTERPRETED, needs_loaded_bounds
-from support.late_bus import LateBus
+from support.late_copy_queue import LateCopyQueue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,7 +97,7 @@ def test_the_digest_of_a_large_tensor_equals_that_of_xxhash() -> None:
 
 
 def load(path: Path) -> kvpack.Cache:
-    return files.read_to_device(LateBus(), container.open_file(path)) if INTERPRETED else kvpack.load(path, device=DEVICE)
+    return files.read_to_device(LateCopyQueue(), container.open_file(path)) if INTERPRETED else kvpack.load(path, device=DEVICE)
 
 
 def outcome(call: Any) -> tuple[str, str]:
@@ -245,7 +245,7 @@ def test_a_file_truncated_after_opening_is_reported_as_truncated(tmp_path: Path,
     file = container.open_file(tmp_path / "a")
     os.truncate(tmp_path / "a", (tmp_path / "a").stat().st_size // 2)
     with pytest.raises(KvpackError, match="another process truncated it"):
-        files.read_to_device(HostBus(), file)
+        files.read_to_device(HostCopyQueue(), file)
 
 
 def stored(cache: kvpack.Cache) -> dict[str, bytes]:
@@ -277,7 +277,7 @@ def test_copies_of_any_size_equal_those_on_the_cpu(
     kvpack.save(cache, tmp_path / "a")
     begun: list[int] = []
 
-    class Counting(HostBus):
+    class Counting(HostCopyQueue):
         def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
             begun.append(len(source))
             super().copy(target, source)
@@ -303,16 +303,16 @@ def test_an_interrupted_load_leaves_no_thread(error: type[BaseException], tmp_pa
     tasks = Path("/proc/self/task")
     before = len(list(tasks.iterdir()))
 
-    class Interrupted(LateBus):
+    class Interrupted(LateCopyQueue):
         def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
             if self.begun == 3:
                 raise error
             super().copy(target, source)
 
-    bus, file = Interrupted(), container.open_file(tmp_path / "a")
+    queue, file = Interrupted(), container.open_file(tmp_path / "a")
     with pytest.raises(error):
-        files.read_to_device(bus, file)
-    assert bus.closed
+        files.read_to_device(queue, file)
+    assert queue.closed
     deadline = time.monotonic() + 60
     # Python's threads end soon after they are told to.
     while len(list(tasks.iterdir())) > before and time.monotonic() < deadline:

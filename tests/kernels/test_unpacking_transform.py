@@ -14,7 +14,7 @@ import torch
 
 import kvpack
 from kvpack.cache import files
-from kvpack.cache.device_copy import HostBus
+from kvpack.cache.device_copy import HostCopyQueue
 from kvpack.coding import dispatch
 from kvpack.coding.bases import Basis
 from kvpack.errors import InvalidParameter, InvalidPayload
@@ -278,7 +278,7 @@ def test_files_are_checked_on_the_device(basis: Basis, tmp_path: Path, monkeypat
     def load(**part: Any) -> kvpack.Cache:
         if not INTERPRETED:
             return kvpack.load(path, basis=basis, device=DEVICE, **part)
-        return files.read_to_device(HostBus(), container.open_file(path), basis=basis, **part)
+        return files.read_to_device(HostCopyQueue(), container.open_file(path), basis=basis, **part)
 
     for found, own in zip(load().unpack(torch.float32)[0], expected[0], strict=True):
         assert found is not None

@@ -13,7 +13,7 @@ import torch
 
 import kvpack
 from kvpack.cache import files
-from kvpack.cache.device_copy import HostBus
+from kvpack.cache.device_copy import HostCopyQueue
 from kvpack.coding import dispatch
 from kvpack.errors import InvalidPayload, KvpackError
 from kvpack.file import container
@@ -51,7 +51,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(path: Path) -> kvpack.Cache:
-    return files.read_to_device(HostBus(), container.open_file(path)) if INTERPRETED else kvpack.load(path, device=DEVICE)
+    return files.read_to_device(HostCopyQueue(), container.open_file(path)) if INTERPRETED else kvpack.load(path, device=DEVICE)
 
 
 def outcome(call: Any) -> str:

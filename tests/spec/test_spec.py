@@ -179,7 +179,7 @@ def test_generator_examples_match_the_code() -> None:
     text = section(SPEC / "test-values.md", "Generator")
     for row in table(text, "seed", *(f"word {i}" for i in range(5))):
         generator = Generator(int(row["seed"]))
-        assert [int(row[f"word {i}"], 16) for i in range(5)] == [generator.word() for _ in range(5)]
+        assert [int(row[f"word {i}"], 16) for i in range(5)] == [generator.next_word() for _ in range(5)]
     for row in table(text, "seed", "signs 0 to 15", "signs 64 to 79"):
         drawn = "".join("+" if sign > 0 else "-" for sign in signs(int(row["seed"]), 80))
         assert (row["signs 0 to 15"], row["signs 64 to 79"]) == (drawn[:16], drawn[64:])

@@ -198,7 +198,7 @@ def test_entries_are_ordered_by_last_use_even_if_rows_are_older(tmp_path: Path) 
     assert [name.hex() for name, _ in eviction.least_recently_used(backend._index, backend._folder, latest)] == expected
     # What was looked at is noted, so that it costs nothing the next time.
     times = sorted(path.stat().st_mtime_ns for path in tmp_path.glob("?/?/*"))
-    assert [row[3] for row in backend._index.oldest(99, (-1, -1), 2**62)] == times
+    assert [row[3] for row in backend._index.least_recently_used(99, (-1, -1), 2**62)] == times
 
 
 def test_bytes_reserved_by_dead_writers_are_reclaimed(tmp_path: Path) -> None:
@@ -396,7 +396,8 @@ def test_changes_missed_by_a_busy_index_are_indexed_later(tmp_path: Path, monkey
         assert put(backend, 4, 300)
     assert put(backend, 22)
     assert opened(tmp_path).size() == backend.size() == truth(tmp_path)
-    rows = {index_tables.key_from_row(number, rest): size for number, rest, size, _ in backend._index.oldest(100, (-1, -1), 2**62)}
+    used = backend._index.least_recently_used(100, (-1, -1), 2**62)
+    rows = {index_tables.key_from_row(number, rest): size for number, rest, size, _ in used}
     assert rows == {bytes.fromhex(path.name): path.stat().st_size for path in tmp_path.glob("?/?/*")}
     with other._index._transaction():
         assert put(backend, 23)
@@ -470,4 +471,4 @@ def test_relisting_a_folder_rewrites_only_wrong_rows(tmp_path: Path) -> None:
     # Of the folder of the keys 0, 7, 14 and 21: one row each is removed, corrected and added, and the folder's own is replaced.
     assert connection.total_changes - before == 4
     assert backend.size() == truth(tmp_path)
-    assert backend._index.oldest(1, (-1, -1), 2**62)[0][3] == 5
+    assert backend._index.least_recently_used(1, (-1, -1), 2**62)[0][3] == 5

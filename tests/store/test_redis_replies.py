@@ -22,7 +22,7 @@ from kvpack.store.redis_replies import (
     bytes_check,
     fronts_check,
     integer,
-    integers,
+    integers_check,
     key_list,
     parse_count_page,
     parse_entry_page,
@@ -331,7 +331,7 @@ def test_a_long_reply_gets_time_in_proportion_to_its_bytes(monkeypatch: pytest.M
     ("check", "good", "bad"),
     [
         (integer, [0, 7, 2**53], [-1, 2**53 + 1, True, None, b"1", 1.0, [1]]),
-        (integers(2), [[1, 2]], [[1], [1, 2, 3], [1, b"x"], (1, 2), 5, None]),
+        (integers_check(2), [[1, 2]], [[1], [1, 2, 3], [1, b"x"], (1, 2), 5, None]),
         (bytes_check(3), [b"", b"abc"], [b"abcd", "abc", None, 3, bytearray(b"a")]),
         (byte_strings, [[], [b"a"]], [[1], None, b"a", [None]]),
         (key_list, [[], [KEY]], [[b"x"], [KEY, b""], None]),

@@ -229,7 +229,7 @@ def main(arguments: list[str]) -> int:
             # Kernels without machine code must not be found by other processes.
             triton.knobs.cache.dir = folder
         for name in options.recipes:
-            recipe = compile_ahead.parse(name, shape)
+            recipe = compile_ahead.parse_recipe(name, shape)
             compiled.assembled.clear()
             compiled.values.clear()
             calls = select_calls(recipe, shape, options)

@@ -190,7 +190,8 @@ def _streams(codec: Codec, batch: int, heads: int, tokens: int, generator: Gener
         shape = (batch, heads, tokens, packing.symbols)
         digits = []
         for alphabet in packing.alphabets:
-            digit = torch.tensor([generator.word() % alphabet for _ in range(batch * heads * tokens * packing.symbols)], dtype=torch.int32)
+            count = batch * heads * tokens * packing.symbols
+            digit = torch.tensor([generator.next_word() % alphabet for _ in range(count)], dtype=torch.int32)
             digits.append(make_finite(codec, digit.view(shape) * (torch.arange(packing.symbols) < used)))
         streams |= codec.pack(stream, *digits)
     sidecars = sidecar_packings(codec)
@@ -205,7 +206,7 @@ def _streams(codec: Codec, batch: int, heads: int, tokens: int, generator: Gener
     for name, layout in layouts.items():
         if name not in streams and layout.dtype == "U8" and name != "channel_order":
             count = torch.Size(layout.shape).numel()
-            numbers = torch.tensor([generator.word() % 256 for _ in range(count)])
+            numbers = torch.tensor([generator.next_word() % 256 for _ in range(count)])
             numbers = block_scales(codec, numbers) if name == "block_scales" else numbers
             streams[name] = numbers.to(torch.uint8).view(layout.shape)
         elif name not in streams:
@@ -223,21 +224,21 @@ def _streams(codec: Codec, batch: int, heads: int, tokens: int, generator: Gener
 
 def _orders(generator: Generator, shape: tuple[int, ...]) -> torch.Tensor:
     """Return int32 of ``shape`` whose rows are random permutations."""
-    rows = [sorted(range(shape[-1]), key=lambda _: generator.word()) for _ in range(torch.Size(shape[:-1]).numel())]
+    rows = [sorted(range(shape[-1]), key=lambda _: generator.next_word()) for _ in range(torch.Size(shape[:-1]).numel())]
     return torch.tensor(rows, dtype=torch.int32).view(shape)
 
 
 def _flags(generator: Generator, shape: tuple[int, ...], every: int) -> torch.Tensor:
     """Return int32 flags of ``shape``. One in ``every`` flags is 1, and the others are 0."""
     count = torch.Size(shape).numel()
-    ones = [int(every > 0 and generator.word() % every == 0) for _ in range(count)]
+    ones = [int(every > 0 and generator.next_word() % every == 0) for _ in range(count)]
     return torch.tensor(ones, dtype=torch.int32).view(shape)
 
 
 def _halves(generator: Generator, shape: tuple[int, ...]) -> torch.Tensor:
     """Return values k / 128 with abs(k) <= 255, which are exact in every stored float dtype."""
     count = torch.Size(shape).numel()
-    return torch.tensor([(generator.word() % 511 - 255) / 128 for _ in range(count)], dtype=torch.float32).view(shape)
+    return torch.tensor([(generator.next_word() % 511 - 255) / 128 for _ in range(count)], dtype=torch.float32).view(shape)
 
 
 def main() -> None:

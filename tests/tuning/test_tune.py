@@ -174,7 +174,7 @@ def test_files_of_other_formats_contain_no_measurements(tmp_path: Path, content:
     exact: Any = [SimpleNamespace(tokens=torch.zeros(1, 2, dtype=torch.long), log_probabilities=torch.zeros(1, 2))]
     path = tmp_path / "file"
     if "recipe" in message:
-        head = {"format": "kvpack measurements", "kvpack": kvpack.__version__, "windows": journal.identity(exact, 4096)}
+        head = {"format": "kvpack measurements", "kvpack": kvpack.__version__, "windows": journal.windows_digest(exact, 4096)}
         content = json.dumps(head)[:-1] + f', "losses": {{"a": {content}}}}}'
     path.write_text(content)
     with pytest.raises(InvalidParameter, match=message):
@@ -432,7 +432,7 @@ def test_candidates_that_cannot_store_the_values_are_left_out() -> None:
 
     made = scripted(2, loss, budget=8)
     tuned, plain = search.thorough_search(made)
-    assert made.priced.left_out[1, "k"] == {"scalar:b=1": "a norm is too large"}
+    assert made.candidates.left_out[1, "k"] == {"scalar:b=1": "a norm is too large"}
     assert tuned.allocation[1, "k"] != "scalar:b=1"
     assert plain is not None
 
@@ -450,17 +450,17 @@ def test_candidates_that_do_not_support_the_head_dim_are_left_out() -> None:
     angle = "angle:n=64,norm=log4"
     with pytest.raises(InvalidParameter, match=r"^no candidate can encode layers\[1\]\.k: codec angle: dim is 7"):
         candidates.pack_candidates(exact, {"k": [angle], "v": [angle]}, FileLength(32, [None, None]))
-    priced = candidates.pack_candidates(exact, {"k": [angle, "raw"], "v": [angle]}, FileLength(32, [None, None]))
-    assert list(priced.packed[1, "k"]) == ["raw"]
-    assert priced.left_out[1, "k"][angle].startswith("codec angle: dim is 7")
-    made = search.Search(priced, SimpleNamespace(), 10**6)
+    packed = candidates.pack_candidates(exact, {"k": [angle, "raw"], "v": [angle]}, FileLength(32, [None, None]))
+    assert list(packed.packed[1, "k"]) == ["raw"]
+    assert packed.left_out[1, "k"][angle].startswith("codec angle: dim is 7")
+    made = search.Search(packed, SimpleNamespace(), 10**6)
     assert (made.common_candidates("k"), made.common_candidates("v")) == (["raw"], [angle])
     pairs = [tuple(side.bfloat16() for side in pair) for pair in exact.pairs]
     allocation = {(0, "k"): angle, (0, "v"): angle, (1, "k"): "raw", (1, "v"): angle}
     packed = kvpack.pack([(k[:, :, :16], v[:, :, :16]) for k, v in pairs], recipe_text(allocation))
     whole = packed.append([(k[:, :, 16:], v[:, :, 16:]) for k, v in pairs])
-    assert priced.file_bytes(allocation) == whole.nbytes
-    assert priced.values() == whole.values
+    assert packed.file_bytes(allocation) == whole.nbytes
+    assert packed.values() == whole.values
 
 
 @pytest.mark.scenario

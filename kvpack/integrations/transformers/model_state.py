@@ -52,9 +52,9 @@ class ModelState:
             return False
         return self._modes == (active_adapters(model), model.training) and self._tensors == _tensor_versions(model)
 
-    def has_other_weights(self, few: bool = False) -> bool:
-        """Return True if parameters have changed. With ``few``, only the first ``MAX_CHECKED_PARAMETERS`` are checked."""
-        for kept, version in self._versions[:MAX_CHECKED_PARAMETERS] if few else self._versions:
+    def has_other_weights(self, first_only: bool = False) -> bool:
+        """Return True if parameters have changed. With ``first_only``, only the first ``MAX_CHECKED_PARAMETERS`` are checked."""
+        for kept, version in self._versions[:MAX_CHECKED_PARAMETERS] if first_only else self._versions:
             if (parameter := kept()) is None or _version(parameter) != version:
                 return True
         return False

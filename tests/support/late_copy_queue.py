@@ -1,4 +1,4 @@
-"""A bus without a device, which makes each copy as late as a device could."""
+"""A copy queue without a device, which makes each copy as late as a device could."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from kvpack.cache.device_copy import HostBus
+from kvpack.cache.device_copy import HostCopyQueue
 
 PATTERN = 0xA5
 
 
-class LateBus(HostBus):
+class LateCopyQueue(HostCopyQueue):
     """Makes copies at the last possible moment: when the host or the caller waits for them."""
 
     def __init__(self) -> None:

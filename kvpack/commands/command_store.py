@@ -74,7 +74,7 @@ class CommandStore:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         text = f"{self.name}: {operation!r} failed: {printable(shown_location(reason))}"
         if "://" in self.name and not isinstance(error, KvpackError):
-            text += ": check that the server runs, and that the URL is right"
+            text += ": check the server and its URL"
         print(f"kvpack: {text}", file=sys.stderr)
         return worst_exit_code((*codes, SYSTEM_REFUSED))
 

@@ -109,9 +109,7 @@ def replace_file(
         raise WriteFailed(f"{where!r}: could not be written, because the path contains a null byte: pass a path without one")
     # A rename would replace a device or a pipe, even /dev/null, with a file.
     if _is_special(where):
-        raise WriteFailed(
-            f"{where}: could not be written, because it is a device, a pipe or a socket: pass the path of a regular file or a new file"
-        )
+        raise WriteFailed(f"{where}: could not be written, because it is not a regular file: pass the path of a regular or a new file")
     target = where
     if unfinished is None:
         target = _link_target(where)
@@ -205,7 +203,7 @@ def _link_target(path: str | os.PathLike[str]) -> str:
 def check_output_path(path: str) -> None:
     """Raise WriteFailed if a regular file ``path`` cannot be written. Commands call this before they compute what they write."""
     folder = os.path.dirname(path) or "."
-    if not path or (os.path.exists(path) and not os.path.isfile(path)):
+    if not path or _is_special(path):
         raise WriteFailed(f"cannot write {path!r}: it is not a regular file: pass the path of a regular or a new file")
     if not os.path.isdir(folder):
         raise WriteFailed(f"cannot write {path}: {folder} is not a folder: pass a path in an existing folder")
@@ -381,11 +379,7 @@ def _reserve(descriptor: int, nbytes: int) -> None:
 
 
 def _is_special(target: str) -> bool:
-    try:
-        mode = os.stat(target).st_mode
-    except OSError:
-        return False
-    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+    return os.path.exists(target) and not os.path.isfile(target)
 
 
 def sync_folder(folder: str) -> None:
@@ -402,4 +396,5 @@ def _write_error(where: str, error: OSError) -> WriteFailed:
 
 
 def _error_reason(target: str, error: OSError) -> str:
-    return f"{target or repr(target)}: could not be written: {error.strerror or error}"
+    advice = ": pass a path in an existing folder" if error.errno in (errno.ENOENT, errno.ENOTDIR) else ""
+    return f"{target or repr(target)}: could not be written: {error.strerror or error}{advice}"

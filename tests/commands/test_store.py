@@ -326,7 +326,7 @@ def test_a_dead_server_is_reported_on_one_line(
         assert said.err.count("\n") == 1
         assert said.err.startswith(f"kvpack: {url.replace(':secret@', '***@')}: ")
         assert "secret" not in said.err
-        assert said.err.endswith("check that the server runs, and that the URL is right\n")
+        assert said.err.endswith("check the server and its URL\n")
     assert not (tmp_path / "out").exists()
 
 

@@ -159,7 +159,7 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], _UnpackedInfo, Inputs | No
     starts = [note.start] * layers if note.starts is None else note.starts
     states: list[dict[str, torch.Tensor]] = [{} for _ in starts]
     ids = tensors.pop(IDS, None)
-    batch = min(tensor.shape[0] for tensor in tensors.values() if tensor.dim())
+    batch = min((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), default=0)
     if ids is not None and ids.dim() == 2 and len(ids) not in (1, batch):
         raise InvalidParameter(
             f"{path}: {IDS} has shape {list(ids.shape)}, but the layers have {batch} sequences: store one row per sequence"

@@ -27,7 +27,8 @@ from .tiers import Tiers
 
 MEMORY = "memory://"
 _FILE = "file://"
-_URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/+|[a-z0-9.-]+:[0-9]+$", re.IGNORECASE)
+"""Pattern of the beginning of a URL, which has one slash if it was made a pathlib.Path, or of a host and a port."""
 _TIER_LIST_OPTIONS = {"write_back"}
 """Options that only a list of tiers supports."""
 
@@ -132,9 +133,11 @@ def _location_kind(location: Any) -> LocationKind:
     for kind in KINDS:
         if kind.matches(location):
             return kind
-    if isinstance(location, str) and not location.startswith(_FILE) and (scheme := _URL.match(location)):
-        supported = ", ".join(scheme for kind in KINDS for scheme in kind.schemes)
-        raise InvalidParameter(f"the location has the scheme {scheme[0]!r}, expected one of {supported}, or a folder path")
+    if isinstance(location, (str, bytes, os.PathLike)):
+        path = os.fsdecode(location)
+        if not path.startswith(_FILE) and (start := _URL.match(path)):
+            supported = ", ".join(scheme for kind in (*KINDS, FOLDER) for scheme in kind.schemes)
+            raise InvalidParameter(f"the location begins with {start[0]!r}, expected one of {supported} in a str, or a folder path")
     return FOLDER
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -460,11 +461,14 @@ def test_every_hit_is_correct_while_the_server_is_killed_paused_and_started(serv
         ("s3://bucket", {"storage_options": {"endpint": "x"}}, "Configuration key: 'endpint' is not valid"),
         ("s3://bucket", {"durable": True}, "an object store has no option durable"),
         ("folder", {"storage_options": {}}, "a folder has no option storage_options"),
-        ("ftp://host/x", {}, r"has the scheme 'ftp://', expected one of redis://.*s3://"),
+        ("ftp://host/x", {}, r"begins with 'ftp://', expected one of redis://.*s3://"),
+        (Path("s3://bucket"), {}, r"begins with 's3:/', expected one of .* in a str"),
+        (b"redis://host", {}, r"begins with 'redis://', expected one of .* in a str"),
+        ("localhost:6379", {}, r"begins with 'localhost:6379', expected one of redis://"),
         ("file://host/x", {}, "names the host 'host'"),
     ],
 )
-def test_invalid_locations_are_refused(location: str, options: dict[str, Any], message: str) -> None:
+def test_invalid_locations_are_refused(location: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         kvpack.Store(location, IDENTITY, chunk=CHUNK, **options)
     with pytest.raises(InvalidParameter, match="storage_options works only with URLs"):

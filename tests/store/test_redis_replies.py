@@ -230,7 +230,7 @@ def test_url_options_that_change_replies_are_refused(query: str, message: str) -
         ("redis://127.0.0.1:1/0/x", "the path of the location is '/0/x'"),
         ("unix://?db=1", "has no socket path, expected unix:///path/of/socket"),
         ("redis://[::1", "is not the URL of a Redis server"),
-        ("REDIS://127.0.0.1:1", "has the scheme 'REDIS://', expected one of redis://"),
+        ("REDIS://127.0.0.1:1", "begins with 'REDIS://', expected one of redis://"),
     ],
 )
 def test_urls_without_a_valid_database_are_refused(location: str, message: str) -> None:

@@ -33,7 +33,7 @@ from .commands import (
     view,
     warm,
 )
-from .errors import InvalidParameter, RoundedWarning
+from .errors import InvalidParameter, KvpackWarning, RoundedWarning
 from .output import printable_lines
 
 
@@ -221,8 +221,8 @@ def _print_error(message: str) -> None:
 
 
 def _show_warning(show: Callable[..., None], message: Warning | str, category: type[Warning], *place: Any) -> None:
-    """Print kvpack's own rounding warnings as one line, and pass all other warnings to ``show``."""
-    if issubclass(category, RoundedWarning):
+    """Print kvpack's own warnings as one line, and pass all other warnings to ``show``."""
+    if issubclass(category, RoundedWarning | KvpackWarning):
         _print_error(f"warning: {message}")
     else:
         show(message, category, *place)

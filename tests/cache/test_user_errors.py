@@ -51,7 +51,7 @@ CALLS: dict[str, Call] = {
     "save to None": (lambda: kvpack.save(CACHE, None), InvalidType, "a path must be a str or os.PathLike.*got None"),
     "save to a number": (lambda: kvpack.save(CACHE, 3), InvalidType, "got a int"),
     "save to a folder": (lambda: kvpack.save(CACHE, "/"), WriteFailed, "/: could not be written, because it is not a regular file"),
-    "save to a folder that does not exist": (lambda: kvpack.save(CACHE, "no/x"), WriteFailed, "such file.*pass a path in an existing folder"),
+    "save to a folder that does not exist": (lambda: kvpack.save(CACHE, "no/x"), WriteFailed, "pass a path in an existing folder"),
     "load None": (lambda: kvpack.load(None), InvalidType, "a path must be a str or os.PathLike"),
     "load a cache": (lambda: kvpack.load(CACHE), InvalidType, "got a Cache"),
     "load bytes of no path": (lambda: kvpack.load("nothing.kvpack"), MissingFile, "nothing.kvpack: could not be opened: No such file"),

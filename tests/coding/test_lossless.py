@@ -146,12 +146,20 @@ def test_converting_decoded_values_is_lossless() -> None:
     assert lossy.convert("raw")[0].k.codec.dtype == "fp32"
 
 
-def test_the_command_reports_rounding_on_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_file({"0.k": torch.randn(1, 2, 5, 64), "0.v": torch.randn(1, 2, 5, 64)}, tmp_path / "in")
+def test_commands_report_losses_on_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    x = torch.randn(1, 2, 5, 64)
+    save_file({"0.k": x.clone(), "0.v": x}, tmp_path / "in")
+    save_file({"0.k": x * torch.tensor([1e-6, 1]).view(1, 2, 1, 1), "0.v": x}, tmp_path / "small")
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         assert cli.main(["pack", str(tmp_path / "in"), str(tmp_path / "out"), "--recipe", "bf16"]) == 0
     told = capsys.readouterr().err
     assert told == f"kvpack: warning: {TOLD.format('fp32', 'bf16')}\n"
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert cli.main(["pack", str(tmp_path / "small"), str(tmp_path / "smaller"), "--recipe", "k=octahedral:b=3,norm=log8;v=raw"]) == 0
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert told.startswith("kvpack: warning: layers[0].k: ")
     assert cli.main(["pack", str(tmp_path / "in"), str(tmp_path / "out"), "--recipe", "raw", "--force"]) == 0
     assert capsys.readouterr().err == ""

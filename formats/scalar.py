@@ -226,8 +226,8 @@ def _channel_sets(dim: int, bits: int, bits_high: int, high_channels: bytes) -> 
 
 
 @lru_cache(MAX_CACHED_TABLES)
-def _packings(parts: tuple[ChannelSet, ...], fields: Fields) -> dict[str, Columns]:
-    return {name: Columns(len(part.channels), (2**part.bits,), count) for part, (name, count) in zip(parts, fields, strict=True)}
+def _packings(channel_sets: tuple[ChannelSet, ...], fields: Fields) -> dict[str, Columns]:
+    return {name: Columns(len(part.channels), (2**part.bits,), count) for part, (name, count) in zip(channel_sets, fields, strict=True)}
 
 
 def _nearest_levels(magnitudes: torch.Tensor, table: bytes) -> torch.Tensor:
@@ -260,10 +260,10 @@ def signed_values(table: bytes) -> torch.Tensor:
 
 
 @cache_per_device
-def _channel_indices(part: ChannelSet) -> torch.Tensor:
-    return torch.tensor(part.channels, dtype=torch.int64)
+def _channel_indices(channel_set: ChannelSet) -> torch.Tensor:
+    return torch.tensor(channel_set.channels, dtype=torch.int64)
 
 
 @cache_per_device
-def _positions(parts: tuple[ChannelSet, ...]) -> torch.Tensor:
-    return torch.tensor([channel for part in parts for channel in part.channels], dtype=torch.int64).argsort()
+def _positions(channel_sets: tuple[ChannelSet, ...]) -> torch.Tensor:
+    return torch.tensor([channel for part in channel_sets for channel in part.channels], dtype=torch.int64).argsort()

@@ -149,7 +149,7 @@ def format_count(count: int, noun: str, plural: str = "") -> str:
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
-def seed(text: str) -> int:
+def parse_seed(text: str) -> int:
     """Parse a command's random seed. Raises ArgumentTypeError for a number that PyTorch cannot use."""
     if abs(number := int(text)) >= 2**62:
         raise argparse.ArgumentTypeError(f"{text:.80} must be less than 2**62 in magnitude")

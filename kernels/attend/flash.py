@@ -35,15 +35,15 @@ class FlashBlock(NamedTuple):
     stages: int
 
 
-def block_shape(dim: int, room: int) -> FlashBlock:
-    """Return a launch shape for head dims up to ``dim``, a power of two, that needs at most ``room`` bytes of shared memory.
+def block_shape(dim: int, max_shared_bytes: int) -> FlashBlock:
+    """Return a launch shape for head dims up to ``dim``, a power of two, that needs at most ``max_shared_bytes`` bytes of shared memory.
 
     A program keeps its queries in shared memory, and one tile of keys and one of values per pipeline stage.
     """
     if dim <= 64:
         return FlashBlock(128, 64, 4, 3)
     block = FlashBlock(128, 64, 8, 3) if dim <= 128 else FlashBlock(64, 32, 8, 2)
-    fitting = (room // (2 * dim) - block.rows) // (2 * block.tokens)
+    fitting = (max_shared_bytes // (2 * dim) - block.rows) // (2 * block.tokens)
     return block._replace(stages=max(1, min(block.stages, fitting)))
 
 

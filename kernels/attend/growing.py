@@ -39,7 +39,7 @@ def append_tokens(
     packed: tl.tensor,
     not_finite: tl.tensor,
     tokens: tl.tensor,
-    room: tl.tensor,
+    capacity: tl.tensor,
     HEADS: tl.constexpr,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
@@ -48,9 +48,10 @@ def append_tokens(
 ) -> None:
     """Append ``tokens`` new tokens to the raw tails of a layer. Each program appends the tokens of one sequence.
 
-    ``k`` and ``v`` are ``[batch, HEADS, tokens, dim]``, and the tails are ``[batch, HEADS, room, dim]``. ``lengths``, int32 ``[batch]``,
-    counts the tokens of each sequence, and the kernel adds ``tokens`` to it. ``packed``, int32 ``[1]``, is the number of tokens in packed
-    pages. Tokens past the end of a tail are counted but not written. ``not_finite``, int32 ``[1]``, is set to 1 if a value is not finite.
+    ``k`` and ``v`` are ``[batch, HEADS, tokens, dim]``, and the tails are ``[batch, HEADS, capacity, dim]``. ``lengths``, int32
+    ``[batch]``, counts the tokens of each sequence, and the kernel adds ``tokens`` to it. ``packed``, int32 ``[1]``, is the number of
+    tokens in packed pages. Tokens past the end of a tail are counted but not written. ``not_finite``, int32 ``[1]``, is set to 1 if a value
+    is not finite.
     """
     if DEPENDENT:
         gdc_wait()
@@ -58,8 +59,8 @@ def append_tokens(
     sequence = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + sequence)
     position = length - tl.load(packed)
-    _append_side(k_tail, k, sequence, position, not_finite, tokens, room, HEADS, K_DIM, BLOCK)
-    _append_side(v_tail, v, sequence, position, not_finite, tokens, room, HEADS, V_DIM, BLOCK)
+    _append_side(k_tail, k, sequence, position, not_finite, tokens, capacity, HEADS, K_DIM, BLOCK)
+    _append_side(v_tail, v, sequence, position, not_finite, tokens, capacity, HEADS, V_DIM, BLOCK)
     # The length must not change before every warp has read it.
     tl.debug_barrier()
     tl.store(lengths + sequence, length + tokens)
@@ -73,7 +74,7 @@ def _append_side(
     position: tl.tensor,
     not_finite: tl.tensor,
     tokens: tl.tensor,
-    room: tl.tensor,
+    capacity: tl.tensor,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -84,8 +85,8 @@ def _append_side(
         value = tl.load(x + sequence * HEADS * tokens * DIM + index, valid, 0.0)
         row = index // DIM
         token = position + row % tokens
-        valid = valid & (token >= 0) & (token < room)
-        tl.store(tail + ((sequence * HEADS + row // tokens) * room + token) * DIM + index % DIM, value, valid)
+        valid = valid & (token >= 0) & (token < capacity)
+        tl.store(tail + ((sequence * HEADS + row // tokens) * capacity + token) * DIM + index % DIM, value, valid)
         has_nonfinite = tl.sum((tl.abs(value.to(tl.float32)) < float("inf")).to(tl.int32), 0) < BLOCK
         tl.store(not_finite, 1, has_nonfinite)
 

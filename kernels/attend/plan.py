@@ -113,7 +113,7 @@ def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[
     Every query sees all tokens in the range ``whole``. ``dual`` is as in ``frame_columns.loader``.
     """
     cached = _plans.setdefault(layer, {})
-    key = (begin, end, whole, row_blocks, dual, addresses.uses_assembly(k.device))
+    key = (begin, end, whole, row_blocks, dual, addresses.uses_inline_ptx(k.device))
     if key not in cached:
         cached[key] = plan_launches(k, v, begin, end, whole, row_blocks, dual)
     return cached[key]
@@ -123,7 +123,7 @@ def plan_launches(
     k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: int, growing: bool = False
 ) -> list[Launch]:
     """Uncached implementation of ``launches``. For a ``growing`` layer, work tables stay on the host."""
-    fast = addresses.uses_assembly(k.device)
+    fast = addresses.uses_inline_ptx(k.device)
     by_kernel: dict[LaunchKey, list[Segment]] = {}
     for segment in segments.layer_segments(segments.side_segments(k).segments, segments.side_segments(v).segments, begin, end):
         # If one side is decoded, the other is decoded too unless it is the tail, so that one kernel attends to all such segments.

@@ -25,7 +25,7 @@ from kvpack.kernels.bitpack.bitfields import load_column_fields
 from kvpack.kernels.bitpack.tile_layout import second_token_offset
 from kvpack.kernels.loaders.key_mean import declare_products
 from kvpack.kernels.loaders.outlier_patches import declare_patches
-from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
+from kvpack.kernels.tiles.table_setup import begin_tables, fill_tables
 from kvpack.kernels.tiles.work import POSITION_BIAS, limit_to_length, load_tiles, load_work, prefetch, skip_unseen
 
 from .means import load_means, multiply_page_means

@@ -16,7 +16,7 @@ from . import library, sides
 
 if TYPE_CHECKING:
     from .codecs import CodecDescription
-    from .sides import Frame, Side, SidePart
+    from .sides import CodedFrame, Side, SidePart
 
     Integers = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
@@ -82,8 +82,8 @@ class PreparedAttention:
             visible = _visible_ranges(batch, q_len, self._tokens if tokens is None else tokens, causal, sliding_window, lengths, starts)
             begin, end = int(visible[..., 0].min()), int(visible[..., 1].max())
             spans = _split_spans(self._k_parts, self._v_parts, begin, end)
-            queries: dict[Frame | None, torch.Tensor] = {}
-            sums: dict[Frame | None, torch.Tensor] = {}
+            queries: dict[CodedFrame | None, torch.Tensor] = {}
+            sums: dict[CodedFrame | None, torch.Tensor] = {}
             structs = (library.Span * len(spans))()
             for index, (start, stop, k, v) in enumerate(spans):
                 k_frame, v_frame = k.part.frame, v.part.frame

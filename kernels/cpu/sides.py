@@ -45,7 +45,7 @@ class Stretch(Protocol):
     def streams(self) -> Mapping[str, torch.Tensor]: ...
 
 
-class Frame(Protocol):
+class CodedFrame(Protocol):
     """Coded frame of some tokens, with a map of queries into the frame and a map of sums out of it."""
 
     def query(self, q: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ class SidePart(NamedTuple):
     codec: Codec
     segments: Integers
     address: int
-    frame: Frame | None
+    frame: CodedFrame | None
 
     def to_struct(self, description: CodecDescription) -> library.SideArgument:
         return library.SideArgument(ctypes.pointer(description.struct), self.address, len(self.segments))

@@ -12,8 +12,8 @@ from kvpack.formats.base import Codec
 from kvpack.kernels import codecs
 from kvpack.kernels.bitpack import columns
 
+from .output import supports_rotation
 from .rows import EnginePages, PackedPart, PreparedDecode
-from .stored import supports_rotation
 
 MAX_TOKEN_STRIDE = 1 << 20
 """Exclusive upper bound of an output's token stride, in elements, because offsets within a block are 32-bit."""

@@ -19,8 +19,8 @@ from kvpack.formats.base import Codec
 from kvpack.kernels.triton_internals import code_key
 
 from . import rows
+from .output import load_signs, rotate_back, rotation_signs, store_tile
 from .rows import EnginePages, PackedPart, PreparedDecode, advance_rows, load_block
-from .stored import load_signs, rotate_back, rotation_signs, store_tile
 
 
 class TileDecoder(NamedTuple):

@@ -73,11 +73,11 @@ class PreparedDecode(NamedTuple):
 class EnginePages(NamedTuple):
     """Pages of an inference engine, anywhere in memory, that share the layout of one reference page.
 
-    ``moves``, int64 ``[page, 3]``, contains the byte offset from the reference page's streams, the element offset from the reference page's
-    output, and the page's index in ``status``. Pages with a nonzero ``status``, int32, are skipped.
+    ``offsets``, int64 ``[page, 3]``, contains the byte offset from the reference page's streams, the element offset from the reference
+    page's output, and the page's index in ``status``. Pages with a nonzero ``status``, int32, are skipped.
     """
 
-    moves: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
+    offsets: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
     status: torch.Tensor
 
 
@@ -139,7 +139,7 @@ def build_work(
     kv_head, row, ...]`` with elements of 8, 16 or 32 bits; its first two axes may be 1 if all sequences or heads share it. Streams whose
     rows are not contiguous and aligned are copied.
     """
-    tiles = sum(-(-tokens // tile) for _, tokens, _ in packed) * sequences * (1 if pages is None else len(pages.moves))
+    tiles = sum(-(-tokens // tile) for _, tokens, _ in packed) * sequences * (1 if pages is None else len(pages.offsets))
     block_tokens = tile * max(1, min(MAX_TILES, tiles // PROGRAMS))
     keep_alive: list[torch.Tensor] = []
     page_rows, blocks = [], []
@@ -157,8 +157,8 @@ def build_work(
     rows[:, 2] += starts
     out_aligned = 1
     if pages is not None:
-        rows = _repeat_for_pages(rows, pages.moves)
-        out_aligned = common_alignment(pages.moves[:, 1])
+        rows = _repeat_for_pages(rows, pages.offsets)
+        out_aligned = common_alignment(pages.offsets[:, 1])
     layouts = []
     for index, (stream, tokens) in enumerate(zip(packed[0][0], tokens_per_row, strict=True)):
         column = _HEAD_INTEGERS.value + _STREAM_INTEGERS.value * index
@@ -186,14 +186,14 @@ def copy_to_device(table: numpy.ndarray[Any, numpy.dtype[numpy.int64]], device: 
 
 
 def _repeat_for_pages(
-    rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], moves: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
+    rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], offsets: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 ) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
     """Repeat the rows of a work table for every page, with the page's addresses, output offset and index in ``status``."""
     blocks, integers = rows.shape
-    result = numpy.empty((len(moves), blocks, integers + 2), numpy.int64)
+    result = numpy.empty((len(offsets), blocks, integers + 2), numpy.int64)
     result[:, :, :integers] = rows
-    result[:, :, _HEAD_INTEGERS.value : integers : _STREAM_INTEGERS.value] += moves[:, None, :1]
-    result[:, :, integers:] = moves[:, None, 1:]
+    result[:, :, _HEAD_INTEGERS.value : integers : _STREAM_INTEGERS.value] += offsets[:, None, :1]
+    result[:, :, integers:] = offsets[:, None, 1:]
     return result.reshape(-1, integers + 2)
 
 

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvpack.formats.raw import Raw as RawCodec
-from kvpack.kernels.tiles.addresses import uses_assembly
+from kvpack.kernels.tiles.addresses import uses_inline_ptx
 
 from . import decode, klt, unpack
 from .rows import PackedPart, PreparedDecode
@@ -82,7 +82,7 @@ def unpack_into(side: Side, start: int, stop: int, out: torch.Tensor) -> list[tu
     codec has no kernel or ``start`` is inside a token group. A launch for all tokens is cached with the side. Raises InvalidParameter if a
     stream does not match its codec's layout.
     """
-    key = out.dtype, out.stride(), uses_assembly(out.device)
+    key = out.dtype, out.stride(), uses_inline_ptx(out.device)
     all_tokens = start == 0 and stop == side.tokens
     if all_tokens and (cached := _cached.get(side, {}).get(key)) is not None:
         cached(out)

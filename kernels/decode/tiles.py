@@ -26,8 +26,8 @@ from kvpack.kernels.loaders.tiles import Tiles
 from kvpack.kernels.tables import shared_table
 from kvpack.kernels.tiles import addresses, device_tables, loaders
 from kvpack.kernels.tiles.bound_loader import LoadMode, RowStream, bind
-from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
 from kvpack.kernels.tiles.shapes import table_budget
+from kvpack.kernels.tiles.table_setup import begin_tables, fill_tables
 from kvpack.kernels.tiles.work import STREAM_INTEGERS, PackedRows, load_tiles, stream_pointers
 from kvpack.kernels.triton_internals import CachedLaunch
 
@@ -175,7 +175,7 @@ def prepare(
         dtype,
         factor_stride is not None,
         device,
-        addresses.uses_assembly(work.table.device),
+        addresses.uses_inline_ptx(work.table.device),
     )
     return TileDecodeLaunch(launch if len(blocks) * batch * heads else None, work, device_tables.counting_tensor(device), table)
 

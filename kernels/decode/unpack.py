@@ -29,7 +29,7 @@ from kvpack.kernels.tables import shared_table
 from kvpack.kernels.tables.table_assembly import MAX_STATIC_BYTES
 from kvpack.kernels.tiles import addresses, device_tables, frame_columns
 from kvpack.kernels.tiles.bound_loader import LoadMode, RowStream, bind
-from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
+from kvpack.kernels.tiles.table_setup import begin_tables, fill_tables
 from kvpack.kernels.tiles.work import STREAM_INTEGERS, PackedRows, load_tiles
 from kvpack.kernels.triton_internals import CachedLaunch
 
@@ -101,7 +101,7 @@ def prepare(codec: Codec, packed: Sequence[PackedPart], out: torch.Tensor) -> Pr
     device = str(out.device)
     work = tiles.build_work(codec, packed, batch, heads, out.device, _required_shape(codec, device).warps)
     arguments = (*out.stride()[:3], work.table.shape[0], work.blocks, heads, work.block_tokens)
-    fast, mean_tokens = addresses.uses_assembly(out.device), 0 if mean is None else mean.tokens
+    fast, mean_tokens = addresses.uses_inline_ptx(out.device), 0 if mean is None else mean.tokens
     launch, table, matrix = _launch(codec, scaled, mean_tokens, work.streams, arguments, batch, out.dtype, device, fast)
     scales = _page_scales(packed, (batch, heads, 1, codec.dim), matrix.shape[1]) if scaled else matrix
     pointers = tuple((tensor, 0) for tensor in (work.table, device_tables.counting_tensor(device), table, matrix, scales))

@@ -103,11 +103,11 @@ def encode(side: PageSide, batch: PageBatch, errors: torch.Tensor | None = None)
     """
     codec, first = side.codec, side.layers.first
     streams = _streams(side, batch)
-    moves = side.offsets(batch)
-    if moves is None:
+    offsets = side.offsets(batch)
+    if offsets is None:
         return False
-    x = first[:1].expand(len(moves), *first.shape[1:])
-    origins = _batch_offsets(moves, first)
+    x = first[:1].expand(len(offsets), *first.shape[1:])
+    origins = _batch_offsets(offsets, first)
     if _stores_unchanged(codec, first.dtype):
         copy(x, next(iter(streams.values())), origins, None)
         return True
@@ -122,16 +122,16 @@ def decode(side: PageSide, batch: PageBatch) -> bool:
     """Decode the streams of ``side`` in all rows of ``batch`` with status 0. Returns False if the kernels do not support the call."""
     codec, first = side.codec, side.layers.first
     streams = _streams(side, batch)
-    moves = side.offsets(batch)
-    if moves is None:
+    offsets = side.offsets(batch)
+    if offsets is None:
         return False
     if _stores_unchanged(codec, first.dtype):
-        x = first[:1].expand(len(moves), *first.shape[1:])
-        copy(x, next(iter(streams.values())), _batch_offsets(moves, first), batch.status)
+        x = first[:1].expand(len(offsets), *first.shape[1:])
+        copy(x, next(iter(streams.values())), _batch_offsets(offsets, first), batch.status)
         return True
     if first.dtype not in DTYPES.values():
         return False
-    pages = EnginePages(moves[:, [1, 0, 2]], batch.status)
+    pages = EnginePages(offsets[:, [1, 0, 2]], batch.status)
     return decoding.decode_into(codec, [PackedPart(streams, first.shape[2], 0)], first[:1], True, pages)
 
 
@@ -147,9 +147,9 @@ def scatter(layers: LayerTensors, slots: Sequence[int], pages: torch.Tensor, sta
 
 def norms(layers: LayerTensors, slots: Sequence[int]) -> torch.Tensor:
     """Return the norm of each token of the pages in ``slots``, float32 ``[page and layer, kv_head, token]``."""
-    first, moves = layers.first, layers.offsets(slots, 0, 0)
-    if moves is not None:
-        return token_norms(first[:1].expand(len(moves), *first.shape[1:]), _batch_offsets(moves, first))
+    first, offsets = layers.first, layers.offsets(slots, 0, 0)
+    if offsets is not None:
+        return token_norms(first[:1].expand(len(offsets), *first.shape[1:]), _batch_offsets(offsets, first))
     each = [norms(LayerTensors([tensor]), slots) for tensor in layers.tensors]
     return torch.stack(each, 1).flatten(0, 1)
 
@@ -157,14 +157,14 @@ def norms(layers: LayerTensors, slots: Sequence[int]) -> torch.Tensor:
 def _copy_pages(layers: LayerTensors, slots: Sequence[int], pages: torch.Tensor, status: torch.Tensor | None) -> None:
     step = pages.stride(0) * pages.element_size()
     every = len(layers.tensors) * step
-    moves = layers.offsets(slots, every, step)
-    if moves is not None:
-        copy(layers.first[:1].expand(len(moves), *layers.first.shape[1:]), pages, _batch_offsets(moves, layers.first), status)
+    offsets = layers.offsets(slots, every, step)
+    if offsets is not None:
+        copy(layers.first[:1].expand(len(offsets), *layers.first.shape[1:]), pages, _batch_offsets(offsets, layers.first), status)
         return
     for number, tensor in enumerate(layers.tensors):
-        moves = LayerTensors([tensor]).offsets(slots, every, step)
-        assert moves is not None
-        copy(tensor[:1].expand(len(moves), *tensor.shape[1:]), pages[number:], _batch_offsets(moves, tensor), status)
+        offsets = LayerTensors([tensor]).offsets(slots, every, step)
+        assert offsets is not None
+        copy(tensor[:1].expand(len(offsets), *tensor.shape[1:]), pages[number:], _batch_offsets(offsets, tensor), status)
 
 
 def _stores_unchanged(codec: Codec, dtype: torch.dtype) -> bool:
@@ -172,9 +172,9 @@ def _stores_unchanged(codec: Codec, dtype: torch.dtype) -> bool:
     return isinstance(codec, Opaque) or (type(codec) is Raw and DTYPES[RAW_DTYPES[codec.dtype]] == dtype)
 
 
-def _batch_offsets(moves: Offsets, x: torch.Tensor) -> BatchOffsets:
-    aligned = math.gcd(16, common_alignment(moves[:, 0]) * x.element_size())
-    return BatchOffsets(copy_to_device(moves, x.device), aligned)
+def _batch_offsets(offsets: Offsets, x: torch.Tensor) -> BatchOffsets:
+    aligned = math.gcd(16, common_alignment(offsets[:, 0]) * x.element_size())
+    return BatchOffsets(copy_to_device(offsets, x.device), aligned)
 
 
 def _streams(side: PageSide, batch: PageBatch) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from .work import STREAM_INTEGERS
 VARIABLE = "KVPACK_INLINE_ASSEMBLY"
 
 
-def uses_assembly(device: torch.device) -> bool:
+def uses_inline_ptx(device: torch.device) -> bool:
     """Return True if kernels on ``device`` use inline PTX."""
     return not gpu(device).interpreted and os.environ.get(VARIABLE, "") != "0"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.coding.recipes import Recipe, parse_recipe
-from kvpack.evaluation.models import Text, check_size, ids_per_window, position_limit, tokenize, window, window_starts
+from kvpack.evaluation.models import Text, check_size, ids_per_window, position_limit, tokenize, window_ids, window_starts
 from kvpack.evaluation.windows import PASS_TOKENS, Comparison, RecipeResult, evaluate_forgotten, evaluate_uncompressed, measure
 from kvpack.formats.arguments import as_integer, check_callback, describe
 from kvpack.formats.errors import InvalidParameter, InvalidType
@@ -213,7 +213,7 @@ def _measure(
     with tempfile.TemporaryDirectory(prefix="kvpack-evaluate-") as folder:
         path = os.path.join(folder, "window.kvpack")
         for number, (text, start) in enumerate(windows):
-            ids = window(text, start, ids_per_window(sizes["tokens"], text)).to(device)
+            ids = window_ids(text, start, ids_per_window(sizes["tokens"], text)).to(device)
             exact = evaluate_uncompressed(model, ids, sizes["score"])
             exact_losses.append(exact.loss)
             forgotten.append(evaluate_forgotten(model, exact))

@@ -33,7 +33,7 @@ from kvpack.evaluation.models import (
     position_limit,
     read_text,
     vocabulary,
-    window,
+    window_ids,
     window_starts,
     window_tokens,
 )
@@ -194,7 +194,7 @@ def run(
         whole = other is long
         its = replace(settings, tokens=min(LONG_TOKENS, most or LONG_TOKENS), windows=1, scored_tokens=None) if whole else settings
         parts.append(_TextWindows(other, _choose_sizes(replace(its, needles=0), other, other, most)))
-    sample = window(words, 0, _TWIN_SAMPLE).to(network.device)
+    sample = window_ids(words, 0, _TWIN_SAMPLE).to(network.device)
     measurement = _Measurement(
         network, parts, long, tuple(recipes), tuple(parsed), reference, settings.seed, inserted, progress, show_line
     )
@@ -339,7 +339,7 @@ class _Measurement:
         size = ids_per_window(part.sizes.tokens, part.text)
         begun = window_starts(len(part.text.ids), size, part.sizes.windows, self.seed)
         for start in begun:
-            ids = window(part.text, start, size)
+            ids = window_ids(part.text, start, size)
             if self.inserted is not None:
                 ids[0, (part.sizes.tokens - part.sizes.score) // 2] = self.inserted
             exact = evaluate_uncompressed(self.model, self._on_device(ids), part.sizes.score)
@@ -391,7 +391,7 @@ class _Measurement:
     def _generated_divergences(self, path: str) -> list[generated.GenerationEffect] | None:
         if not self.sizes.generated:
             return None
-        prompt = self._on_device(window(self.long, 0, generated.PROMPT - len(self.long.start)))
+        prompt = self._on_device(window_ids(self.long, 0, generated.PROMPT - len(self.long.start)))
         exact = generated.generate(self.model, prompt, self.sizes.generated, self.seed)
         self._count_step()
         written = []

@@ -48,7 +48,7 @@ def model_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "kvpack", NAME)
 
 
-def folder() -> Path:
+def existing_folder() -> Path:
     """Return the path of the model's folder. If the folder does not exist, raises MissingFile with the download command."""
     path = model_folder()
     if (path / "config.json").is_file():
@@ -61,7 +61,7 @@ def folder() -> Path:
     )
 
 
-def basis(text: str = "prose") -> str | None:
+def basis_path(text: str = "prose") -> str | None:
     """Return the path of the basis next to the model, or None if it does not exist.
 
     ``text`` is the text on which the basis was calibrated. Raises MissingFile instead of returning None unless it is "prose".
@@ -84,7 +84,7 @@ def calibrate(on: str = "prose") -> None:
             _run([sys.executable, "-m", "kvpack", *words], dict(os.environ))
 
 
-def fetch() -> Path:
+def download() -> Path:
     """Download the model, unless it exists already, and return its folder.
 
     Raises KvpackError if pip fails, and InvalidParameter if the file has the wrong SHA-256.
@@ -113,7 +113,7 @@ def check_sha256(file: Path) -> None:
         raise InvalidParameter(f"{file}: its SHA-256 is {digest}, expected {_SHA256}: this is not the file from {_PACKAGE}")
 
 
-def convert(file: Path, target: Path) -> None:
+def convert_gguf(file: Path, target: Path) -> None:
     """Convert the model and the tokenizer in a GGUF file to a transformers folder with fp16 weights."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -146,14 +146,14 @@ def main(argv: list[str]) -> int:
     ``--convert SOURCE TARGET`` converts a file of weights instead.
     """
     if argv[:1] == ["--convert"]:
-        convert(Path(argv[1]), Path(argv[2]))
+        convert_gguf(Path(argv[1]), Path(argv[2]))
         return 0
     on = argv[1] if argv[:1] == ["--calibrate-on"] and len(argv) == 2 else "prose" if not argv else ""
     if on not in CALIBRATIONS:
         print(f"usage: {COMMAND} [--calibrate-on {{{','.join(CALIBRATIONS)}}}]", file=sys.stderr)
         return 2
     try:
-        print(fetch())
+        print(download())
         calibrate(on)
     except KvpackError as error:
         print(f"kvpack: {error}", file=sys.stderr)

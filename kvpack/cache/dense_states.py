@@ -56,7 +56,7 @@ class DenseLayer(NamedTuple):
 
 def extract_layers(past: Any) -> list[DenseLayer]:
     """Return the layers of a transformers cache or a similar object. Raises the same errors as ``packing.dense_layers``."""
-    if "EncoderDecoderCache" in _classes(past):
+    if "EncoderDecoderCache" in _class_names(past):
         raise InvalidParameter(
             f"the {type(past).__name__} contains two caches, one for the decoder's tokens and one for the "
             "encoder's tokens: pack its self_attention_cache and its cross_attention_cache separately"
@@ -86,7 +86,7 @@ def _read_layers(past: Any) -> list[DenseLayer]:
             f"the layers have seen different numbers of tokens ({counts}): pack layers that have seen the same tokens, as a list of (k, v)"
         )
     for number, (layer, dense) in enumerate(zip(layers, past.layers, strict=True)):
-        if _classes(dense) & _LINEAR and not layer.states and any(seen):
+        if _class_names(dense) & _LINEAR and not layer.states and any(seen):
             raise InvalidParameter(
                 f"layers[{number}] is a {type(dense).__name__} without a state, because the model keeps its states in its modules, "
                 "where kvpack cannot pack them: use a model that keeps its states in its cache"
@@ -98,7 +98,7 @@ def _read_layers(past: Any) -> list[DenseLayer]:
 
 def _dense_layer(layer: Any, where: str) -> DenseLayer:
     """Return the contents of a cache layer: the filled part of a static layer, or the newest tokens of a sliding layer."""
-    linear = bool(_classes(layer) & _LINEAR)
+    linear = bool(_class_names(layer) & _LINEAR)
     _refuse_other_contents(layer, where, _LAYERS, _LAYER_TENSORS | (set(_STATES.values()) if linear else set()))
     held = keys_and_values(layer, where)
     return held._replace(states=read_states(layer, where)) if linear else held
@@ -130,7 +130,7 @@ def keys_and_values(layer: Any, where: str) -> DenseLayer:
         # A layer without tokens, or one that shares another layer's tokens, has empty tensors of rank 1, or none.
         k, v = (None if isinstance(x, torch.Tensor) and x.shape == (0,) else x for x in (k, v))
         return DenseLayer(k, v)
-    seen, held, classes = int(layer.get_seq_length()), k.shape[2], _classes(layer)
+    seen, held, classes = int(layer.get_seq_length()), k.shape[2], _class_names(layer)
     if (seen > held and not classes & _SLIDING) or (seen < held and not classes & _STATIC):
         raise InvalidParameter(
             f"{where}: a {type(layer).__name__} that has seen {seen} tokens contains the keys of {held} tokens: "
@@ -143,7 +143,7 @@ def _is_dense(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.dim() == 4
 
 
-def _classes(value: Any) -> set[str]:
+def _class_names(value: Any) -> set[str]:
     """Return the names of all transformers cache classes in the class hierarchy of ``value``."""
     return {cls.__name__ for cls in type(value).__mro__ if cls.__module__ == _MODULE}
 
@@ -151,9 +151,9 @@ def _classes(value: Any) -> set[str]:
 def _refuse_other_contents(value: Any, where: str, known_classes: set[str], expected: set[str]) -> None:
     """Raise InvalidParameter if ``value`` has an unknown transformers class, or an unexpected attribute that may contain tensors."""
     states = [name for name, state in _attributes(value) if name not in expected and not _is_plain(state)]
-    if known_classes is _LAYERS and not (hasattr(value, "keys") and hasattr(value, "values")) and not _classes(value) & _LINEAR:
+    if known_classes is _LAYERS and not (hasattr(value, "keys") and hasattr(value, "values")) and not _class_names(value) & _LINEAR:
         states = states or ["state"]
-    if states or _classes(value) - known_classes:
+    if states or _class_names(value) - known_classes:
         description = f"{where} is a {type(value).__name__}" if where else f"the cache is a {type(value).__name__}"
         contents = f"its {' and '.join(states)}" if states else "a cache of this class"
         raise InvalidParameter(f"{description}: {contents} cannot be packed, because kvpack packs only keys and values")

@@ -107,7 +107,7 @@ class Minifloats:
             raise InvalidParameter(
                 f"scales is on {self.scales.device}, but elements is on {self.elements.device}: move them to the same device"
             )
-        granularity, scale_dtype = self._block_scales() or self._number_scales()
+        granularity, scale_dtype = self._block_scales() or self._coarse_scales()
         if self.granularity not in (None, granularity):
             raise InvalidParameter(
                 f"granularity is {self.granularity!r}, but the scales {list(self.scales.shape)} are per {granularity}: pass that "
@@ -141,7 +141,7 @@ class Minifloats:
             raise InvalidParameter(f"scales has shape {list(self.scales.shape)}, expected {list(expected)} for {scale_dtype} scales")
         return "block", scale_dtype
 
-    def _number_scales(self) -> tuple[str, str]:
+    def _coarse_scales(self) -> tuple[str, str]:
         batch, heads, tokens, _ = self.shape
         shapes = {
             "tensor": ((), (1,), (batch, 1, 1), (1, 1, 1)),

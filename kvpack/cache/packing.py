@@ -351,7 +351,7 @@ def _pack_pair(
     Returns packed keys and values for each layer, and the outlier channel, if any.
     """
     k, v, outlier = layer.k, layer.v, None
-    measure = cache(dispatch.measure)
+    measure = cache(dispatch.measure_sizes)
     # Keys and values mostly have the same rule for raw tokens.
     chosen_by_rule: dict[tuple[int, float, float], torch.Tensor] = {}
     both: list[Sequence[Side | None]] = []

@@ -43,7 +43,7 @@ def parse_rule(clause: str, written: str, text: str, presets: Mapping[str, str])
     if clause.startswith("layers="):
         listed, colon, body = clause.removeprefix("layers=").partition(":")
         if not colon:
-            refuse(text, clause, clause, "a layers clause has no codec: write layers=<list>:<k, v or kv>=<codec>")
+            reject_word(text, clause, clause, "a layers clause has no codec: write layers=<list>:<k, v or kv>=<codec>")
         items = tuple(_parse_layer_range(item, clause, text) for item in listed.split(","))
     sides, equals, codec = body.partition("=")
     if not equals or sides not in ("k", "v", "kv"):
@@ -52,24 +52,24 @@ def parse_rule(clause: str, written: str, text: str, presets: Mapping[str, str])
         if word.startswith("@"):
             expected = "text: kvpack.pack, kvpack.load and Cache.convert read a recipe file, as '@FILE' or as a Path"
         elif "," in word and word.partition(",")[0] in presets:
-            refuse(text, word, clause, f"unknown word {word!r}; semicolons separate clauses: write {clause.replace(',', ';')!r}")
+            reject_word(text, word, clause, f"unknown word {word!r}; semicolons separate clauses: write {clause.replace(',', ';')!r}")
         elif body.partition(":")[0] in CODECS:
-            refuse(text, body, clause, f"{body!r} is a codec, which needs the side that it encodes: write 'kv={body}', or k= or v=")
-        refuse(text, word, clause, f"unknown word {word!r}; expected {expected}", [*PUBLISHED, *ADDITIONS, "raw", "tail", "layers"])
+            reject_word(text, body, clause, f"{body!r} is a codec, which needs the side that it encodes: write 'kv={body}', or k= or v=")
+        reject_word(text, word, clause, f"unknown word {word!r}; expected {expected}", [*PUBLISHED, *ADDITIONS, "raw", "tail", "layers"])
     codec_id, _, options = codec.partition(":")
     if codec_id not in CODECS:
         known = sorted(CODECS)
         if codec_id in presets:
-            refuse(text, codec_id, clause, f"unknown codec {codec_id!r}: {_replacement_clause(codec_id, body, clause, presets)}")
+            reject_word(text, codec_id, clause, f"unknown codec {codec_id!r}: {_replacement_clause(codec_id, body, clause, presets)}")
         expected = f"expected one of {', '.join(known)}, or one of your own after its import (kvpack --import MODULE ...)"
-        refuse(text, codec_id or body, clause, f"unknown codec {codec_id!r}; {expected}", known)
+        reject_word(text, codec_id or body, clause, f"unknown codec {codec_id!r}; {expected}", known)
     words: dict[str, str] = {}
     for option in options.split(",") if options else []:
         name, equals, value = option.partition("=")
         if not equals:
-            refuse(text, option or codec, clause, f"option {option!r} of codec {codec_id} must be written <name>=<value>")
+            reject_word(text, option or codec, clause, f"option {option!r} of codec {codec_id} must be written <name>=<value>")
         if name in words:
-            refuse(text, option, clause, f"option {name!r} of codec {codec_id} is given twice, as {words[name]!r} and {value!r}")
+            reject_word(text, option, clause, f"option {name!r} of codec {codec_id} is given twice, as {words[name]!r} and {value!r}")
         words[name] = value
     rule = Rule(sides, codec_id, tuple(words.items()), items, written)
     try:
@@ -83,10 +83,10 @@ def parse_rule(clause: str, written: str, text: str, presets: Mapping[str, str])
         name = error.word.partition("=")[0]
         if name in _CLAUSES and name in words and f",{error.word}" in clause:
             example = clause.replace(f",{error.word}", f";{error.word}", 1)
-            refuse(text, error.word, clause, f"{name}= begins a clause, and semicolons separate clauses: write {example!r}")
-        refuse(text, error.word, clause, str(error))
+            reject_word(text, error.word, clause, f"{name}= begins a clause, and semicolons separate clauses: write {example!r}")
+        reject_word(text, error.word, clause, str(error))
     except InvalidParameter as error:
-        refuse(text, codec, clause, str(error))
+        reject_word(text, codec, clause, str(error))
     return rule
 
 
@@ -107,14 +107,14 @@ def _replacement_clause(preset: str, body: str, clause: str, presets: Mapping[st
 def _parse_layer_range(item: str, clause: str, text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(-?[0-9]{1,9})(?:-(-?[0-9]{1,9}))?", item)
     if match is None:
-        refuse(text, item or "layers=", clause, f"layer {item!r} must be an integer or a range first-last")
+        reject_word(text, item or "layers=", clause, f"layer {item!r} must be an integer or a range first-last")
     first, last = int(match[1]), int(match[2] if match[2] is not None else match[1])
     if last < first and (first < 0) == (last < 0):
-        refuse(text, item, clause, f"the range {item} ends before it begins: write {last}-{first}")
+        reject_word(text, item, clause, f"the range {item} ends before it begins: write {last}-{first}")
     return first, last
 
 
-def refuse(text: str, word: str, clause: str, message: str, candidates: Sequence[str] = ()) -> NoReturn:
+def reject_word(text: str, word: str, clause: str, message: str, candidates: Sequence[str] = ()) -> NoReturn:
     """Raise InvalidClause about ``word`` in ``clause``, and suggest the most similar of ``candidates``."""
     close = difflib.get_close_matches(word.lower(), candidates, 1)
     hint = f" (did you mean {close[0]}?)" if close else ""

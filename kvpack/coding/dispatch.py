@@ -279,10 +279,10 @@ def norms(x: torch.Tensor) -> torch.Tensor:
 
     C adds in a different order than ``token_norms.norms_per_head``, so the last bits may differ.
     """
-    return measure(x).norms
+    return measure_sizes(x).norms
 
 
-def measure(x: torch.Tensor) -> ValueSizes:
+def measure_sizes(x: torch.Tensor) -> ValueSizes:
     """Return the ``norms`` of tokens. In C, their largest magnitudes are measured in the same pass over ``x``."""
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode

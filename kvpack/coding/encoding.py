@@ -79,7 +79,7 @@ def encode(
         norms: Norms of the layer's keys, ``[batch, kv_head, token]`` (``norms_per_head``), if known. Defaults to the norms of ``x``.
         layers: Number of layers that are joined in ``x`` along the batch axis.
         chosen: Mask of raw tokens, bool ``[batch, token]``. Defaults to the tokens that ``norms`` select.
-        measured: Sizes of the tokens of ``x`` (``dispatch.measure``), if known.
+        measured: Sizes of the tokens of ``x`` (``dispatch.measure_sizes``), if known.
 
     Raises:
         InvalidParameter: A value is NaN or infinite (except for raw and lossless, which store these too), or KVPACK_KERNELS is invalid.
@@ -192,14 +192,14 @@ def _encode_with_raw(
         # Rows of tokens can be replaced, which is faster on a CPU than copying all values without the raw tokens.
         with contextlib.suppress(ValueTooLarge):
             streams = encode_all(plain, x, where, previous, position, sizes)
-            _encode_groups_again(plain, x, chosen, streams, where, previous, sizes)
+            _reencode_groups(plain, x, chosen, streams, where, previous, sizes)
     if streams is None:
         rest = replace_tokens(x, token, sequence, chosen, codec.summary.group_tokens)
         streams = encode_all(plain, rest, where, previous, position, sizes)
     return streams | raw_values
 
 
-def _encode_groups_again(
+def _reencode_groups(
     codec: Codec,
     x: torch.Tensor,
     chosen: torch.Tensor,

@@ -43,7 +43,7 @@ from .bases import Basis
 from .basis_sources import load_basis
 from .calibrated_presets import MAX_WIDTH, calibrated_clauses, calibrated_presets
 from .canonical import canonical_text
-from .clauses import InvalidClause, parse_rule, refuse, underline
+from .clauses import InvalidClause, parse_rule, reject_word, underline
 from .presets import ADDITIONS, CALIBRATED_RAW_CLAUSE, KVPACK_PRESETS, PUBLISHED
 from .recipe_files import read_clauses, split_path
 from .recorded_presets import RECORDED
@@ -193,7 +193,7 @@ class Recipe:
                 try:
                     words = raw_clause.parse_raw_clause(clause)
                 except InvalidParameter as error:
-                    refuse(self._written, clause, clause, str(error))
+                    reject_word(self._written, clause, clause, str(error))
             elif not clause.startswith(_WINDOW):
                 result.append(parse_rule(clause, written, self._written, self._named))
         return tuple(rule.with_raw_tokens(words) for rule in result)
@@ -223,13 +223,13 @@ class Recipe:
             return 0
         name, _, text = windows[-1].partition("=")
         if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) > MAX_WINDOW:
-            refuse(self._written, windows[-1], windows[-1], f"{name} is {text!r}, expected an integer from 0 to {MAX_WINDOW}")
+            reject_word(self._written, windows[-1], windows[-1], f"{name} is {text!r}, expected an integer from 0 to {MAX_WINDOW}")
         window = int(text)
         for rule in self.rules:
             for side in rule.sides:
                 group = rule.codec(CHECKED_DIM, side).group_tokens
                 if window % group:
-                    refuse(
+                    reject_word(
                         self._written,
                         windows[-1],
                         windows[-1],
@@ -362,7 +362,7 @@ class Recipe:
                 covered.update(rule.sides)
             elif covered.issuperset(rule.sides) and (rule.written in ADDITIONS or rule.written not in self._named):
                 message = f"{rule.written!r} has no effect, because later clauses replace it in every layer: put it last"
-                refuse(self._written, rule.written, rule.written, message)
+                reject_word(self._written, rule.written, rule.written, message)
 
     def _clauses(self) -> Iterator[tuple[str, str]]:
         """Yield each clause, after expanding presets, additions and aliases, and the text from which it was expanded."""

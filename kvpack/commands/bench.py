@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from kvpack.output import add_json, print_report, progress, seed
+from kvpack.output import add_json, parse_seed, print_report, progress
 
 from .dense import DTYPES
 
@@ -110,7 +110,7 @@ def _add_quality(subparsers: Any) -> None:
         "--device", choices=("cpu", "cuda"), default="cpu", help="device of the model: cpu (float32) or cuda (bfloat16) (default: cpu)"
     )
     quality.add_argument(
-        "--seed", type=seed, default=0, metavar="N", help="random seed for windows, needles, twins and generated text (default: 0)"
+        "--seed", type=parse_seed, default=0, metavar="N", help="random seed for windows, needles, twins and generated text (default: 0)"
     )
     quality.add_argument("--out", metavar="DIR", help="write quality.json, quality.png and quality.svg to this folder")
     add_json(quality)
@@ -334,10 +334,10 @@ def run_quality(arguments: argparse.Namespace) -> int:
     from kvpack.bench import quality, real_model
     from kvpack.formats.errors import InvalidParameter
 
-    model = None if arguments.model == DEMO else arguments.model or real_model.folder()
+    model = None if arguments.model == DEMO else arguments.model or real_model.existing_folder()
     default_basis = None
     if arguments.basis is None and arguments.model is None and arguments.twin is None and arguments.offset is None:
-        default_basis = real_model.basis(arguments.calibrated_on)
+        default_basis = real_model.basis_path(arguments.calibrated_on)
     elif arguments.calibrated_on != "prose":
         raise InvalidParameter("--calibrated-on works only with the unmodified default model: omit --model, --basis, --twin and --offset")
     settings = quality.QualitySettings(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvpack.output import add_json, print_report, progress, seed
+from kvpack.output import add_json, parse_seed, print_report, progress
 
 from .bench import MODEL_HELP, TEXT_HELP
 from .chats import add_device, chosen_device
@@ -54,7 +54,7 @@ def add(commands: Any) -> None:
         metavar="N",
         help="describe keys for the first N positions of a context (default: those of the model, at most 32768, and for klt 4096)",
     )
-    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="random seed for choosing windows (default: 0)")
+    parser.add_argument("--seed", type=parse_seed, default=0, metavar="N", help="random seed for choosing windows (default: 0)")
     add_force(parser)
     add_json(parser)
     parser.set_defaults(run=run)

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from kvpack.formats.errors import InvalidParameter
-from kvpack.output import add_json, print_json, seed
+from kvpack.output import add_json, parse_seed, print_json
 
 from .chats import add_compact, add_device, load_chat_model
 from .outputs import add_force, check_output
@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
         metavar="T",
         help="sample at this temperature; 0 picks the most likely token (default: the model's own)",
     )
-    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="random seed for sampling (default: 0)")
+    parser.add_argument("--seed", type=parse_seed, default=0, metavar="N", help="random seed for sampling (default: 0)")
     parser.add_argument(
         "--basis", metavar="FILE", help="the basis of a file that uses the klt or transform codec, or a folder that contains it"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvpack.output import add_json, print_report, progress, seed
+from kvpack.output import add_json, parse_seed, print_report, progress
 
 from .bench import MODEL_HELP, TEXT_HELP
 from .chats import add_device, chosen_device
@@ -63,7 +63,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--held-out", type=int, metavar="N", help="number of windows that only the final comparison uses (default: 16, or as many as fit)"
     )
-    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="random seed for choosing windows (default: 0)")
+    parser.add_argument("--seed", type=parse_seed, default=0, metavar="N", help="random seed for choosing windows (default: 0)")
     add_force(parser)
     add_json(parser)
     parser.set_defaults(run=run)

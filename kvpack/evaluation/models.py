@@ -143,7 +143,7 @@ def window_starts(ids: int, size: int, count: int, seed: int) -> list[int]:
     return [number * part + int(torch.randint(part - size + 1, (), generator=generator)) for number in range(count)]
 
 
-def window(text: Text, start: int, size: int) -> torch.Tensor:
+def window_ids(text: Text, start: int, size: int) -> torch.Tensor:
     """Return the ids of a window, ``[1, token]``: the ids that begin each sequence, then ``size`` ids of the text from position ``start``.
     """
     return torch.tensor([[*text.start, *text.ids[start : start + size]]])

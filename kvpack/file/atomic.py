@@ -94,9 +94,9 @@ def replace_file(
 ) -> int:
     """Replace the file ``path`` with a new one that ``write(descriptor)`` fills. Returns the result of ``write``.
 
-    The new file has mode 0600. Until it is renamed to ``path``, it is locked, by which ``sweep`` recognizes files of live writers. By
-    default, it is created in the folder of ``path``, and the files of dead writers in this folder are removed first. As with ``open``,
-    symbolic links are followed, and the file gets the mode of the file that it replaces, or the umask's mode.
+    The new file has mode 0600. Until it is renamed to ``path``, it is locked, by which ``remove_abandoned`` recognizes files of live
+    writers. By default, it is created in the folder of ``path``, and the files of dead writers in this folder are removed first. As with
+    ``open``, symbolic links are followed, and the file gets the mode of the file that it replaces, or the umask's mode.
 
     If ``unfinished`` is set, ``path`` is an entry of a store. The new file is then created in the folder ``unfinished`` on the same file
     system, keeps mode 0600, and replaces a symbolic link. With ``durable=True``, the bytes and the rename are on disk before the function
@@ -175,7 +175,7 @@ def remove_dead(folder: str) -> UnfinishedFiles:
     for name in names:
         path = os.path.join(folder, name)
         try:
-            removed = name.endswith(LOCKED_SUFFIX) and sweep(path, old=False, local_only=True)
+            removed = name.endswith(LOCKED_SUFFIX) and remove_abandoned(path, old=False, local_only=True)
         except FileNotFoundError:
             continue
         except OSError:
@@ -288,7 +288,7 @@ def _create_locked(folder: str) -> tuple[int, str]:
     raise BlockingIOError(errno.EAGAIN, "another process removes each unfinished file as soon as it is created")
 
 
-def sweep(path: str, *, old: bool, local_only: bool = False) -> bool:
+def remove_abandoned(path: str, *, old: bool, local_only: bool = False) -> bool:
     """Remove an unfinished file unless its writer holds its lock. Returns True if it was removed.
 
     A file that cannot be locked, or that was never locked according to its name, is removed only with ``old=True``. With

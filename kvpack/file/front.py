@@ -296,15 +296,15 @@ def parse_header(data: bytes) -> Header:
     try:
         return _parse(data)
     except UnknownCodec:
-        _refuse_unknown(data)
+        _check_supported(data)
         # If a map has several ids, the first one counts, and that one is known.
         raise InvalidHeader("kvpack.header is not canonical msgpack: the key id occurs twice in the map of a codec") from None
     except (InvalidHeader, LimitExceeded):
-        _refuse_unknown(data)
+        _check_supported(data)
         raise
 
 
-def _refuse_unknown(data: bytes) -> None:
+def _check_supported(data: bytes) -> None:
     """Raise UnsupportedVersion for an unknown format version or required feature, and UnknownCodec for an unknown codec."""
     unknown = unknown_features(data, FEATURES, CODECS)
     if unknown.format is not None and unknown.format > FORMAT:

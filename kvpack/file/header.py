@@ -226,7 +226,7 @@ class Contents:
     def states(self) -> tuple[layer_states.StateEntry, ...]:
         """The states of all layers, in file order."""
         data = self.ignorable.get(layer_states.FEATURE)
-        return () if data is None else layer_states.layer_states(data, self.layers)
+        return () if data is None else layer_states.parse_layer_states(data, self.layers)
 
     @cached_property
     def min_batch(self) -> int:
@@ -246,13 +246,13 @@ class Contents:
         data = self.ignorable.get(hidden_tokens.FEATURE)
         if data is None:
             return ()
-        return hidden_tokens.hidden_tokens(data, self.min_batch, self.start, self.start + self.tokens)
+        return hidden_tokens.parse_hidden_ranges(data, self.min_batch, self.start, self.start + self.tokens)
 
     @cached_property
     def offsets(self) -> tuple[int, ...] | None:
         """For each sequence, its position minus its token index after the last token. None if the file does not record it."""
         data = self.ignorable.get(position_offsets.FEATURE)
-        return None if data is None else position_offsets.position_offsets(data, self.layers, self.starts, self.states, self.start)
+        return None if data is None else position_offsets.parse_position_offsets(data, self.layers, self.starts, self.states, self.start)
 
     def states_in_layer(self, layer_index: int) -> list[layer_states.StateEntry]:
         """Return the states of layer ``layer_index``, sorted by name."""

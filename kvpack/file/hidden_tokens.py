@@ -35,7 +35,7 @@ def list_features(hidden: Iterable[HiddenRange]) -> tuple[tuple[str, ...], dict[
     return ((FEATURE,), {FEATURE: data}) if data else ((), {})
 
 
-def hidden_tokens(data: bytes, batch: int, start: int, stop: int) -> tuple[HiddenRange, ...]:
+def parse_hidden_ranges(data: bytes, batch: int, start: int, stop: int) -> tuple[HiddenRange, ...]:
     """Parse the feature's data. Returns the hidden ranges. The file has ``batch`` sequences and positions ``[start, stop)``."""
     if not data or len(data) % _RECORD.size:
         raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected a positive multiple of {_RECORD.size}")

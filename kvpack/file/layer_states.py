@@ -85,7 +85,7 @@ def list_features(states: Iterable[StateEntry]) -> tuple[tuple[str, ...], dict[s
     return (FEATURE,), {FEATURE: b"".join(map(_pack, ordered))}
 
 
-def layer_states(data: bytes, layers: Sequence[HasSides]) -> tuple[StateEntry, ...]:
+def parse_layer_states(data: bytes, layers: Sequence[HasSides]) -> tuple[StateEntry, ...]:
     """Parse the feature's data. Returns the states in file order. Raises InvalidHeader or LimitExceeded."""
     if not data or len(data) % _RECORD.size:
         raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected a positive multiple of {_RECORD.size}")

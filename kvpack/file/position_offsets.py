@@ -40,7 +40,7 @@ def list_features(offsets: Sequence[int] | None) -> tuple[tuple[str, ...], dict[
     return (FEATURE,), {FEATURE: b"".join(offset.to_bytes(OFFSET_BYTES, "little", signed=True) for offset in offsets)}
 
 
-def position_offsets(
+def parse_position_offsets(
     data: bytes, layers: Sequence[HasSides], starts: Sequence[int], states: Iterable[StateEntry], start: int
 ) -> tuple[int, ...]:
     """Parse the feature's data. Returns the offset of each sequence. Raises InvalidHeader or LimitExceeded."""

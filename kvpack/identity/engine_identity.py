@@ -54,7 +54,7 @@ def checkpoint_digest(folder: Path) -> str:
 
 
 def _file_digest(path: str) -> str:
-    with _open_record(path) as kept:
+    with _open_cached_digest(path) as kept:
         before = _file_status(path)
         digest = kept.read(before)
         if digest is None:
@@ -134,7 +134,7 @@ class _CachedDigest:
 
 
 @contextlib.contextmanager
-def _open_record(path: str) -> Iterator[_CachedDigest]:
+def _open_cached_digest(path: str) -> Iterator[_CachedDigest]:
     """Yield a file's cached digest while holding a lock, so that other processes wait for the digest instead of reading the file too."""
     folder = _digest_folder()
     if folder is None:

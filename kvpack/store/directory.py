@@ -267,10 +267,10 @@ class Directory(SingleTierBackend):
             [StoredEntry(entry.key, entry.size, self._last_used_ns(entry)) for entry in missing],
         )
 
-    def set_descriptions(self, texts: Sequence[tuple[bytes, str]]) -> None:
+    def set_descriptions(self, descriptions: Sequence[tuple[bytes, str]]) -> None:
         """Store descriptions of entries, passed as (key, text) pairs."""
-        for start in range(0, len(texts), _MAX_TEXTS_PER_TRANSACTION):
-            self._index.set_descriptions(texts[start : start + _MAX_TEXTS_PER_TRANSACTION])
+        for start in range(0, len(descriptions), _MAX_TEXTS_PER_TRANSACTION):
+            self._index.set_descriptions(descriptions[start : start + _MAX_TEXTS_PER_TRANSACTION])
 
     def _last_used_ns(self, stored: StoredEntry) -> int:
         try:

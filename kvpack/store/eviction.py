@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from kvpack.file.atomic import sweep, try_lock
+from kvpack.file.atomic import remove_abandoned, try_lock
 from kvpack.formats.errors import KvpackError
 
 from .counters import Counters
@@ -49,7 +49,7 @@ _MAX_EXTRA = 256
 """Maximum number of extra entries (see ``_EXTRA_FRACTION``) in a round that uses the index."""
 _MAX_PER_ROUND = 384
 """Maximum number of entries that a round with the index removes, in about ten milliseconds."""
-_PAGE_ENTRIES = 64
+_BATCH_ENTRIES = 64
 """Number of entries removed in one transaction of the index. Other processes may change the index between transactions."""
 _LIST_SECONDS = 0.01
 """Maximum time in seconds that a round spends listing folders that have changed since they were indexed."""
@@ -305,28 +305,28 @@ class Evictor:
     ) -> int:
         """Remove entries in ``order`` until ``excess`` bytes are freed, and then up to ``extra`` more entries. Returns the freed bytes.
 
-        ``order`` yields (key, size) pairs. Pinned and ``protected`` entries are kept. At most ``max_entries`` are removed. After each page
+        ``order`` yields (key, size) pairs. Pinned and ``protected`` entries are kept. At most ``max_entries`` are removed. After each batch
         of entries, the freed bytes are subtracted from the count ``usage_before``, for other writers to use.
         """
         protected = protected | self._pins.keys()
         removable = islice(((key, size) for key, size in order if key not in protected), max_entries)
         freed = 0
-        while freed < excess and (page := self._next_page(removable, excess - freed)):
-            freed += self._remove_page(page, usage_before)
-        while freed >= excess and extra > 0 and (page := [key for key, _ in islice(removable, min(extra, _PAGE_ENTRIES))]):
-            freed += self._remove_page(page, usage_before)
-            extra -= len(page)
+        while freed < excess and (batch := self._next_batch(removable, excess - freed)):
+            freed += self._remove_batch(batch, usage_before)
+        while freed >= excess and extra > 0 and (batch := [key for key, _ in islice(removable, min(extra, _BATCH_ENTRIES))]):
+            freed += self._remove_batch(batch, usage_before)
+            extra -= len(batch)
         return freed
 
-    def _next_page(self, removable: Iterator[tuple[bytes, int]], missing: int) -> list[bytes]:
-        """Return the keys to remove next: enough to free ``missing`` bytes, but at most ``_PAGE_ENTRIES``."""
-        page: list[bytes] = []
-        while missing > 0 and len(page) < _PAGE_ENTRIES and (batch := next(removable, None)) is not None:
-            page.append(batch[0])
-            missing -= self.folder.cost(batch[1])
-        return page
+    def _next_batch(self, removable: Iterator[tuple[bytes, int]], missing: int) -> list[bytes]:
+        """Return the keys to remove next: enough to free ``missing`` bytes, but at most ``_BATCH_ENTRIES``."""
+        batch: list[bytes] = []
+        while missing > 0 and len(batch) < _BATCH_ENTRIES and (entry := next(removable, None)) is not None:
+            batch.append(entry[0])
+            missing -= self.folder.cost(entry[1])
+        return batch
 
-    def _remove_page(self, keys: list[bytes], usage_before: UsageCount | None) -> int:
+    def _remove_batch(self, keys: list[bytes], usage_before: UsageCount | None) -> int:
         """Remove entries, and return the freed disk space in bytes.
 
         The freed bytes are also subtracted from the count ``usage_before``, if any.
@@ -345,7 +345,7 @@ class Evictor:
             # Not the modification time, which the writer sets to the time of the entry's last use.
             age = time.time() - status.st_ctime
             try:
-                if sweep(path, old=abs(age) >= STALE_SECONDS):
+                if remove_abandoned(path, old=abs(age) >= STALE_SECONDS):
                     self._counters.add("swept_files")
             except FileNotFoundError:
                 continue

@@ -261,13 +261,13 @@ class Index:
                 ]
         return []
 
-    def set_descriptions(self, texts: Sequence[tuple[bytes, str]]) -> None:
+    def set_descriptions(self, descriptions: Sequence[tuple[bytes, str]]) -> None:
         """Store descriptions of entries, passed as (key, text) pairs. Entries never change, so a description remains valid."""
         with self._guard(), self._transaction() as connection:
             if connection is None:
                 return
-            current = {text: tables.find_description_id(connection, text) for text in {text for _, text in texts}}
-            rows = [(current[text], tables.row_id(key)) for key, text in texts]
+            current = {text: tables.find_description_id(connection, text) for text in {text for _, text in descriptions}}
+            rows = [(current[text], tables.row_id(key)) for key, text in descriptions]
             connection.executemany("UPDATE entries SET about = ? WHERE id = ?", rows)
 
     @contextlib.contextmanager

@@ -338,7 +338,7 @@ class PageStore:
             result = {index: entry for index, entry in zip(after_tier, entries, strict=True) if entry is not None}
             rows: dict[int, Any] = {}
             for index, entry in result.items():
-                self._open(index, names, entry, rows)
+                self._decrypt_row(index, names, entry, rows)
             for pages, group in _group_by_memory([*rows], buffer_slots):
                 slots, chosen_keys = [buffer_slots[index].slot for index in group], [keys[index] for index in group]
                 outcomes = self.codec.decode_into([rows[n] for n in group], pages, slots, keys=chosen_keys, check_values=self._check_values)
@@ -353,7 +353,7 @@ class PageStore:
             whole = sorted(valid)
             self._backend.accept([names[index] for index in whole], [valid[index] for index in whole], now)
 
-    def _open(self, index: int, names: list[bytes], entry: FoundEntry, rows: dict[int, Any]) -> None:
+    def _decrypt_row(self, index: int, names: list[bytes], entry: FoundEntry, rows: dict[int, Any]) -> None:
         """Decrypt the entry of page ``index``, and store its row in ``rows``. Errors are counted."""
         try:
             row = decrypt_entry(names[index], entry.data, self._cipher)

@@ -230,9 +230,9 @@ class Redis(SingleTierBackend):
         """
         return self._abouts.read(None if listed_kind is None else kind_description(listed_kind))
 
-    def set_descriptions(self, texts: Sequence[tuple[bytes, str]]) -> None:
+    def set_descriptions(self, descriptions: Sequence[tuple[bytes, str]]) -> None:
         """Store descriptions of entries, passed as (key, text) pairs."""
-        self._abouts.add(texts)
+        self._abouts.add(descriptions)
 
     def pin(self, keys: Sequence[bytes], terms: PinTerms) -> bool:
         field = keys[-1] + owner_digest(terms.owner)

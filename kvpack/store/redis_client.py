@@ -274,7 +274,7 @@ def limit_connection(connection: type[Any], max_bytes: int) -> type[Any]:
 
     class LimitedConnection(connection):  # type: ignore[misc]
         def _connect(self) -> Any:
-            self._exchange = _Exchange(super()._connect(), self.socket_timeout, max_bytes)
+            self._exchange = _LimitedSocket(super()._connect(), self.socket_timeout, max_bytes)
             return self._exchange
 
         def send_packed_command(self, command: Any, *args: Any, **options: Any) -> Any:
@@ -285,7 +285,7 @@ def limit_connection(connection: type[Any], max_bytes: int) -> type[Any]:
     return LimitedConnection
 
 
-class _Exchange:
+class _LimitedSocket:
     """A socket that raises an error if a request and its reply take more than ``seconds``, or if the reply exceeds ``max_bytes``.
 
     Each MiB sent or received extends the time limit by one second.

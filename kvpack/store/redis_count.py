@@ -190,10 +190,10 @@ class RedisDescriptions:
             entry for kind in ("about", "sizes") for entry in list_pages(self._client, "missing", kind, at_once=_AT_ONCE, after=[digits])
         ]
 
-    def add(self, texts: Sequence[tuple[bytes, str]]) -> None:
+    def add(self, descriptions: Sequence[tuple[bytes, str]]) -> None:
         """Store descriptions of entries, passed as (key, text) pairs."""
-        for start in range(0, len(texts), _AT_ONCE):
-            self._client.call_each("list", [("describe", *(word for pair in texts[start : start + _AT_ONCE] for word in pair))])
+        for start in range(0, len(descriptions), _AT_ONCE):
+            self._client.call_each("list", [("describe", *(word for pair in descriptions[start : start + _AT_ONCE] for word in pair))])
 
 
 def _parse_totals(fields: Mapping[bytes, bytes]) -> list[tuple[str, int, int]] | None:

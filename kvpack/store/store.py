@@ -354,7 +354,7 @@ class Store:
         keys = self.keys(token_ids, inputs=inputs)
         usable = self._resumable_keys(keys)
         before = [key for key in self._leading_keys if self._backend.count_present([key])]
-        return len(usable) * self.chunk if usable and self._backend.pin([*before, *self._with_states(usable)], terms) else 0
+        return len(usable) * self.chunk if usable and self._backend.pin([*before, *self._add_states_key(usable)], terms) else 0
 
     def unpin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None, owner: str | None = None) -> bool:
         """Remove the pin that ``owner`` (None for all owners) has set on a prefix. Returns True if it was pinned.
@@ -363,10 +363,10 @@ class Store:
         """
         keys, owner = self.keys(token_ids, inputs=inputs), validate_owner(owner)
         pinned = {pin.key for pin in self._backend.pins() if owner in (None, pin.owner)}
-        chains = (self._with_states(keys[:count]) for count in range(len(keys), 0, -1))
+        chains = (self._add_states_key(keys[:count]) for count in range(len(keys), 0, -1))
         return any(chain[-1] in pinned and self._backend.unpin(chain, owner) for chain in chains)
 
-    def _with_states(self, keys: Sequence[bytes]) -> list[bytes]:
+    def _add_states_key(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return the keys of a prefix's chunks. For a model that keeps states, add the key of the states after the last chunk."""
         return list(keys) if self._states is None else [*keys, states_key(keys[-1])]
 

@@ -42,13 +42,13 @@ class Summary:
         """Return (model, recipe, counts of entries, bytes and tokens) for each model and recipe."""
         return [(dict(model), recipe, count) for (model, recipe), count in sorted(self.chunks.items())]
 
-    def add(self, text: dict[str, Any], entries: int, size: int) -> None:
-        """Add ``entries`` entries, with ``size`` bytes in total, to the totals. ``text`` is their description."""
-        if text["kind"] != "chunk":
-            self.kinds[text["kind"]].update(entries=entries, bytes=size)
+    def add(self, description: dict[str, Any], entries: int, size: int) -> None:
+        """Add ``entries`` entries, with ``size`` bytes in total, to the totals. ``description`` describes all of them."""
+        if description["kind"] != "chunk":
+            self.kinds[description["kind"]].update(entries=entries, bytes=size)
             return
-        identity = (tuple(sorted(text["model"].items())), text["recipe"])
-        self.chunks.setdefault(identity, Counter()).update(entries=entries, bytes=size, tokens=entries * text["tokens"])
+        identity = (tuple(sorted(description["model"].items())), description["recipe"])
+        self.chunks.setdefault(identity, Counter()).update(entries=entries, bytes=size, tokens=entries * description["tokens"])
 
 
 def summarize(

@@ -42,7 +42,7 @@ class Tiers:
         self._backends = [backend for backend, _ in tiers]
         self._tier_counters = [counts for _, counts in tiers]
         self._counters = counters
-        self._write_back = WriteBack(self._put_in_slower_tiers, counters) if write_back else None
+        self._write_back = WriteBackQueue(self._put_in_slower_tiers, counters) if write_back else None
         self._noted: OrderedDict[tuple[int, bytes], float] = OrderedDict()
         self._lock = Lock()
 
@@ -278,7 +278,7 @@ FLUSH_SECONDS = 30.0
 """Maximum time in seconds that ``close`` waits for the queued entries."""
 
 
-class WriteBack:
+class WriteBackQueue:
     """A queue of entries to write. A thread calls ``write(chain, entry, now_ns)`` in the order of ``add``. Safe to use from any thread.
 
     After a fork, the child's queue is empty, and the parent still writes its entries.

@@ -135,7 +135,7 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
     if data := join_features(header.ignorable, TOKEN_CHUNKS_FEATURE):
         if tokens is not None:
             raise InvalidParameter(f"{file.where} contains its token ids and the digests of its other inputs: import it without --tokens")
-        chunk, digests, ids = _chunks(data, file.where)
+        chunk, digests, ids = _parse_chunks(data, file.where)
         return ExportedPrefix(identity, _to_list(ids), cache, digests, chunk)
     inputs = Inputs.from_features(header.ignorable, tokens=header.tokens)
     data = (b"" if inputs is None else inputs.token_ids) if tokens is None else _read_ids(tokens)
@@ -164,7 +164,7 @@ def stored_chunk_size(location: Any, exported: ExportedPrefix, options: StoreOpt
         backend.close()
 
 
-def _chunks(data: bytes, where: str) -> tuple[int, list[bytes], bytes]:
+def _parse_chunks(data: bytes, where: str) -> tuple[int, list[bytes], bytes]:
     """Parse the feature ``TOKEN_CHUNKS_FEATURE``. Returns tokens per chunk, the digest of each chunk, and all token ids."""
     chunk = int.from_bytes(data[:_CHUNK_BYTES], "little")
     digests, ids, offset = [], [], _CHUNK_BYTES

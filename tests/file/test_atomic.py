@@ -240,5 +240,5 @@ def test_a_file_removed_by_another_process_is_no_error(tmp_path: Path, monkeypat
         os.unlink(path)
         raise FileNotFoundError
 
-    monkeypatch.setattr(atomic, "sweep", gone)
+    monkeypatch.setattr(atomic, "remove_abandoned", gone)
     assert remove_dead(str(tmp_path)) == ([], [])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import kvpack
 from kvpack.cache.cache import Cache, concat
-from kvpack.file.hidden_tokens import FEATURE, HiddenRange, hidden_tokens, list_features
+from kvpack.file.hidden_tokens import FEATURE, HiddenRange, list_features, parse_hidden_ranges
 from kvpack.file.inputs import IDS_LEFT_OUT, MAX_IDS, PADDED, ROWS_DIFFER, Inputs, differing_ids_clause, split_feature
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
 
@@ -192,7 +192,7 @@ def test_malformed_rows_are_refused(arguments: dict[str, Any], message: str) -> 
 def test_hidden_tokens_are_checked_as_specified() -> None:
     def read(*stretches: tuple[int, int, int]) -> tuple[HiddenRange, ...]:
         _, ignorable = list_features([HiddenRange(*stretch) for stretch in stretches])
-        return hidden_tokens(ignorable[FEATURE], 2, 3, 9)
+        return parse_hidden_ranges(ignorable[FEATURE], 2, 3, 9)
 
     assert read((0, 3, 4), (0, 5, 9), (1, 3, 9)) == ((0, 3, 4), (0, 5, 9), (1, 3, 9))
     for stretches, message in (

@@ -316,8 +316,8 @@ def test_no_round_removes_too_many_entries(tmp_path: Path, monkeypatch: pytest.M
     indexed(tmp_path)
     monkeypatch.setattr(eviction, "_MAX_PER_ROUND", 3)
     small, rounds = opened(tmp_path, max_bytes=8 * size), []
-    real = eviction.Evictor._remove_page
-    monkeypatch.setattr(eviction.Evictor, "_remove_page", lambda self, keys, before: rounds.append(len(keys)) or real(self, keys, before))
+    real = eviction.Evictor._remove_batch
+    monkeypatch.setattr(eviction.Evictor, "_remove_batch", lambda self, keys, before: rounds.append(len(keys)) or real(self, keys, before))
     assert put(small, 50)
     assert truth(tmp_path) == (8, 8 * size)
     assert max(rounds) == 3

@@ -211,14 +211,14 @@ def test_invalid_entries_are_not_fetched(server: Server, monkeypatch: pytest.Mon
     name = b"{kvpack}:entry:" + store.keys(ids)[1]
     client(server).set(name, bytes(30 * 2**20))
     taken = [0]
-    recv = redis_client._Exchange.recv
+    recv = redis_client._LimitedSocket.recv
 
     def counted(exchange: Any, *arguments: Any) -> bytes:
         data: bytes = recv(exchange, *arguments)
         taken[0] += len(data)
         return data
 
-    monkeypatch.setattr(redis_client._Exchange, "recv", counted)
+    monkeypatch.setattr(redis_client._LimitedSocket, "recv", counted)
     assert store.load(ids)[0] == CHUNK
     assert store.counters()["damaged_entries"] == 1
     assert taken[0] < 2**20
@@ -236,14 +236,14 @@ def test_a_page_load_fetches_at_most_a_row(server: Server, monkeypatch: pytest.M
         assert store.put(keys, pages, range(4)) == [True] * 4
         client(server).append(b"{kvpack}:entry:" + store._entry_keys(keys)[2], bytes(30 * 2**20))
         taken = [0]
-        recv = redis_client._Exchange.recv
+        recv = redis_client._LimitedSocket.recv
 
         def counted(exchange: Any, *arguments: Any) -> bytes:
             data: bytes = recv(exchange, *arguments)
             taken[0] += len(data)
             return data
 
-        monkeypatch.setattr(redis_client._Exchange, "recv", counted)
+        monkeypatch.setattr(redis_client._LimitedSocket, "recv", counted)
         assert store.get_into(keys, pages, range(4)) == [True, True, False, True]
         assert taken[0] < 2**20
         assert store.counters()["damaged_entries"] == 1

@@ -317,7 +317,7 @@ def test_a_long_reply_gets_time_in_proportion_to_its_bytes(monkeypatch: pytest.M
             now[0] += 0.02
             return (b"$9\r\n" + bytes(count))[:count]
 
-    found = redis_client._Exchange(Slow(), 0.05, 2**30)
+    found = redis_client._LimitedSocket(Slow(), 0.05, 2**30)
     for _ in range(20):
         assert len(found.recv(2**19)) == 2**19
     found.begin()

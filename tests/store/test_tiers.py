@@ -533,7 +533,7 @@ def test_violations_of_these_rules_are_noticed(mutant: str, tmp_path: Path, monk
         monkeypatch.setattr(whole, "find", promoting)
         failing = lambda path: test_invalid_bytes_in_a_slow_tier_evict_nothing_and_are_never_returned(None, path)  # noqa: E731
     elif mutant == "queue forgets nothing":
-        monkeypatch.setattr(tiers.WriteBack, "cancel", lambda self, keys: None)
+        monkeypatch.setattr(tiers.WriteBackQueue, "cancel", lambda self, keys: None)
         failing = lambda path: test_deletion_includes_queued_entries(path, monkeypatch)  # noqa: E731
     else:
         monkeypatch.setattr(whole, "touch", lambda *_, **__: time.sleep(0))

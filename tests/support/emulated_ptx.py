@@ -394,7 +394,7 @@ def emulation(monkeypatch: pytest.MonkeyPatch, capability: int = 90, shuffled: b
         # Compiled code shifts constants that are arguments of a function; the interpreter does not.
         patched.setattr(tl.constexpr, "__rlshift__", lambda self, other: other << self.value, raising=False)
         for module in (addresses, sides):
-            patched.setattr(module, "uses_assembly", lambda device: True)
+            patched.setattr(module, "uses_inline_ptx", lambda device: True)
         yield
 
 

@@ -19,7 +19,7 @@ from kvpack import cli
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.evaluation import models, twins, windows
-from kvpack.evaluation.models import LONGER_TEXT, check_size, window, window_starts
+from kvpack.evaluation.models import LONGER_TEXT, check_size, window_ids, window_starts
 from kvpack.formats.errors import InvalidParameter, MissingBasis, ValueTooLarge
 from kvpack.models import load_model, model_folder
 from kvpack.tuning import calibrate, candidates, greedy, journal, measurement, results, search, tune
@@ -48,7 +48,7 @@ def tinylm() -> Any:
 def tuning_windows() -> dict[str, list[torch.Tensor]]:
     with model_folder(None) as folder:
         text = models.read_text(None, folder, 264)
-    first, second, third, fourth = (window(text, start, 128) for start in window_starts(2500, 128, 4, SETTINGS.seed))
+    first, second, third, fourth = (window_ids(text, start, 128) for start in window_starts(2500, 128, 4, SETTINGS.seed))
     return {"searched": [second, fourth], "held_out": [first, third]}
 
 

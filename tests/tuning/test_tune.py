@@ -450,17 +450,17 @@ def test_candidates_that_do_not_support_the_head_dim_are_left_out() -> None:
     angle = "angle:n=64,norm=log4"
     with pytest.raises(InvalidParameter, match=r"^no candidate can encode layers\[1\]\.k: codec angle: dim is 7"):
         candidates.pack_candidates(exact, {"k": [angle], "v": [angle]}, FileLength(32, [None, None]))
-    packed = candidates.pack_candidates(exact, {"k": [angle, "raw"], "v": [angle]}, FileLength(32, [None, None]))
-    assert list(packed.packed[1, "k"]) == ["raw"]
-    assert packed.left_out[1, "k"][angle].startswith("codec angle: dim is 7")
-    made = search.Search(packed, SimpleNamespace(), 10**6)
+    encoded = candidates.pack_candidates(exact, {"k": [angle, "raw"], "v": [angle]}, FileLength(32, [None, None]))
+    assert list(encoded.packed[1, "k"]) == ["raw"]
+    assert encoded.left_out[1, "k"][angle].startswith("codec angle: dim is 7")
+    made = search.Search(encoded, SimpleNamespace(), 10**6)
     assert (made.common_candidates("k"), made.common_candidates("v")) == (["raw"], [angle])
     pairs = [tuple(side.bfloat16() for side in pair) for pair in exact.pairs]
     allocation = {(0, "k"): angle, (0, "v"): angle, (1, "k"): "raw", (1, "v"): angle}
     packed = kvpack.pack([(k[:, :, :16], v[:, :, :16]) for k, v in pairs], recipe_text(allocation))
     whole = packed.append([(k[:, :, 16:], v[:, :, 16:]) for k, v in pairs])
-    assert packed.file_bytes(allocation) == whole.nbytes
-    assert packed.values() == whole.values
+    assert encoded.file_bytes(allocation) == whole.nbytes
+    assert encoded.values() == whole.values
 
 
 @pytest.mark.scenario

@@ -45,7 +45,7 @@ def _digit_positions(packing: RowPacking, symbol: int, first: int, bits: int, di
 
 
 @triton.constexpr_function
-def _select_f16x2(table: tuple[int, ...]) -> str:
+def _select_f16x2_ptx(table: tuple[int, ...]) -> str:
     """Return PTX that selects the low and the high bytes of four values from ``table``. The outputs are four f16x2 with equal halves."""
     pairs = "".join(f" prmt.b32 ${number}, low, high, {0x4040 + 0x1111 * number};" for number in range(4))
     return f"""{{ .reg .b32 select, low, high;
@@ -75,4 +75,4 @@ def select_four(
             digits = digits | ((words[TERMS[term]] >> TERMS[term + 1]) & TERMS[term + 2])
         else:
             digits = digits | ((words[TERMS[term]] << -TERMS[term + 1]) & TERMS[term + 2])
-    return tl.inline_asm_elementwise(_select_f16x2(TABLE), "=r,=r,=r,=r,r", [digits], dtype=(tl.uint32,) * 4, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(_select_f16x2_ptx(TABLE), "=r,=r,=r,=r,r", [digits], dtype=(tl.uint32,) * 4, is_pure=True, pack=1)

@@ -36,7 +36,7 @@ from kvpack.store.folder import Folder
 from kvpack.store.keys import ID_BYTES, KEY_BYTES, chunk_links, token_bytes
 from kvpack.store.locations import open_backend
 from kvpack.store.options import LocationOptions
-from kvpack.store.redaction import shown_location
+from kvpack.store.redaction import redacted_location
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -83,7 +83,7 @@ def run(
         raise InvalidParameter(f"--row is {sorted(unknown)[0]!r}, expected one of {', '.join(ROWS)}")
     _check_recipe(recipe)
     scale = _ScaleBenchmark(location, recipe)
-    report: dict[str, Any] = {"location": shown_location(location), "recipe": recipe, "entries": entries, "rows": {}}
+    report: dict[str, Any] = {"location": redacted_location(location), "recipe": recipe, "entries": entries, "rows": {}}
     report["put"] = scale.fill(entries, progress)
     for name in rows or ROWS:
         report["rows"] |= scale.command(name) if name in COMMANDS else getattr(scale, name)()
@@ -237,7 +237,7 @@ class _ScaleBenchmark:
         taken = [_milliseconds(partial(lookup, ids)) for ids in prompts if lookup(ids) == len(ids)]
         if not taken:
             raise InvalidParameter(
-                f"{shown_location(self._location)} contains no prefix of {count} chunks of {self._identity.recipe!r}: use an empty "
+                f"{redacted_location(self._location)} contains no prefix of {count} chunks of {self._identity.recipe!r}: use an empty "
                 "location, or the recipe that it was filled with"
             )
         return statistics.median(taken)

@@ -231,7 +231,7 @@ def load_layers(
         for checks in (dispatch.supports_value_checks, dispatch.supports_chunk_checks)
     )
     groups = _group_sides(file, places.values(), value_codecs, queue.device)
-    group_copies = [list(_copies(number, group)) for number, group in enumerate(groups)]
+    group_copies = [list(_group_copies(number, group)) for number, group in enumerate(groups)]
     copies = list(chain.from_iterable(group_copies))
     done = 0
 
@@ -338,7 +338,7 @@ def _span(file: File, sides: Sequence[SideOffsets], value_codecs: AbstractSet[in
     return file.span(sides) if stored and dispatch.supports_digests(device) else None
 
 
-def _copies(group_index: int, group: _LoadGroup) -> Iterator[StagedCopy]:
+def _group_copies(group_index: int, group: _LoadGroup) -> Iterator[StagedCopy]:
     if group.span is None:
         for side, start in group.sides:
             yield StagedCopy(group_index, start, start + side.nbytes, None, side)

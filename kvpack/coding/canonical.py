@@ -1,6 +1,6 @@
 """The canonical text of recipes, which is equal for recipes that select the same codecs (spec/store.md, Recipes).
 
-Separately for keys and values, the rules of a recipe are reduced to one codec for all layers, and exceptions for ranges of layers. A range
+Separately for keys and values, the rules of a recipe are reduced to one codec for all layers, and overrides for ranges of layers. A range
 counts from the first layer or from the last. Only ranges of the same kind are compared, because the overlap of different kinds depends on
 the number of layers.
 """
@@ -91,9 +91,9 @@ def canonical_text(rules: Sequence[tuple[str, LayerRanges, dict[str, CodecText]]
     Each rule is a tuple of sides ("k", "v" or "kv"), layers, and codecs by side. Later rules take precedence.
     """
     result = {side: _reduce_rules([(items, codecs[side]) for sides, items, codecs in rules if side in sides]) for side in "kv"}
-    (k, k_exceptions), (v, v_exceptions) = result["k"], result["v"]
+    (k, k_overrides), (v, v_overrides) = result["k"], result["v"]
     clauses = [("kv", k)] if k == v else [("k", k), ("v", v)]
-    clauses += [(f"layers={exception.layers}:{sides}", exception.codec) for sides, exception in _merge_sides(k_exceptions, v_exceptions)]
+    clauses += [(f"layers={override.layers}:{sides}", override.codec) for sides, override in _merge_sides(k_overrides, v_overrides)]
     kept = {codec.raw for _, codec in clauses if codec.raw is not None}
     raw = kept.pop() if len(kept) == 1 else ""
     texts = [f"{sides}={codec.plain if raw else codec.text}" for sides, codec in clauses]
@@ -101,24 +101,24 @@ def canonical_text(rules: Sequence[tuple[str, LayerRanges, dict[str, CodecText]]
 
 
 def _reduce_rules(rules: Sequence[tuple[LayerRanges, CodecText]]) -> tuple[CodecText, list[LayerOverride]]:
-    """Reduce the rules for keys, or for values, to a default codec and a list of exceptions in order."""
+    """Reduce the rules for keys, or for values, to a default codec and a list of overrides in order."""
     ranges: list[tuple[LayerRange | None, CodecText]] = []
     for items, codec in rules:
         ranges += [(LayerRange.from_item(*item), codec) for item in items or ((0, -1),)]
     while True:
         last = max(number for number, (layers, _) in enumerate(ranges) if layers is None)
         base = ranges[last][1]
-        exceptions = _layer_overrides([(layers, codec) for layers, codec in ranges[last + 1 :] if layers is not None], base)
+        overrides = _layer_overrides([(layers, codec) for layers, codec in ranges[last + 1 :] if layers is not None], base)
         # Joined ranges may overlap fewer others, or cover all layers.
-        joined = ((layers, exception.codec) for exception in exceptions for layers in exception.ranges)
+        joined = ((layers, override.codec) for override in overrides for layers in override.ranges)
         reduced = [(None, base), *((None if layers.is_all else layers, codec) for layers, codec in joined)]
         if reduced == ranges:
-            return base, exceptions
+            return base, overrides
         ranges = reduced
 
 
 def _layer_overrides(rules: Sequence[tuple[LayerRange, CodecText]], base: CodecText) -> list[LayerOverride]:
-    """Return the exceptions from the codec ``base``, without redundant ones. Their order depends only on their effect.
+    """Return the overrides of the codec ``base``, without redundant ones. Their order depends only on their effect.
 
     A rule is redundant if later rules replace it, or if its codec is ``base``.
     """
@@ -172,14 +172,14 @@ def _join_ranges(ranges: Sequence[LayerRange]) -> list[LayerRange]:
 
 
 def _merge_sides(k: Sequence[LayerOverride], v: Sequence[LayerOverride]) -> list[tuple[str, LayerOverride]]:
-    """Return (sides, exception) pairs in order. If the order allows it, an exception that keys and values share becomes one for "kv"."""
+    """Return (sides, override) pairs in order. If the order allows it, an override that keys and values share becomes one for "kv"."""
     result: list[tuple[str, LayerOverride]] = []
     remaining = list(v)
-    for exception in k:
-        if exception in remaining:
-            index = remaining.index(exception)
-            result += [*(("v", other) for other in remaining[:index]), ("kv", exception)]
+    for override in k:
+        if override in remaining:
+            index = remaining.index(override)
+            result += [*(("v", other) for other in remaining[:index]), ("kv", override)]
             remaining = remaining[index + 1 :]
         else:
-            result.append(("k", exception))
+            result.append(("k", override))
     return [*result, *(("v", other) for other in remaining)]

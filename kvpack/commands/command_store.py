@@ -17,7 +17,7 @@ from kvpack.store.encryption import Cipher, read_key_file
 from kvpack.store.entry_kind import EntryFormat
 from kvpack.store.locations import open_existing
 from kvpack.store.options import LocationOptions
-from kvpack.store.redaction import shown_location
+from kvpack.store.redaction import redacted_location
 
 SYSTEM_REFUSED = 3
 
@@ -42,7 +42,7 @@ class CommandStore:
     @property
     def name(self) -> str:
         """The location without passwords, for printing."""
-        return shown_location(self.arguments.store)
+        return redacted_location(self.arguments.store)
 
     def has_failed(self, entries: int) -> bool:
         """Return True if faults kept the store from returning any entry. ``entries`` is the number of returned entries."""
@@ -72,7 +72,7 @@ class CommandStore:
             return worst_exit_code(codes)
         operation, error = self.faults[0]
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        text = f"{self.name}: {operation!r} failed: {printable(shown_location(reason))}"
+        text = f"{self.name}: {operation!r} failed: {printable(redacted_location(reason))}"
         if "://" in self.name and not isinstance(error, KvpackError):
             text += ": check the server and its URL"
         print(f"kvpack: {text}", file=sys.stderr)

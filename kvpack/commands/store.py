@@ -429,7 +429,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     from kvpack.store.backend import MAX_ENTRY_BYTES
     from kvpack.store.encryption import read_key_file
     from kvpack.store.options import StoreOptions
-    from kvpack.store.redaction import shown_location
+    from kvpack.store.redaction import redacted_location
     from kvpack.store.store import CHUNK_TOKENS
     from kvpack.store.transfer import read_exported, stored_chunk_size
 
@@ -459,7 +459,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     with Store(arguments.store, exported.identity, chunk=chunk, **options) as store:
         stored = store.save(exported.ids, exported.cache, inputs=exported.inputs)
         counts = store.counters()
-    name = shown_location(arguments.store)
+    name = redacted_location(arguments.store)
     text = f"{name}: {stored:,} of {len(exported.ids):,} tokens stored, {counts['saved_chunks']:,} new"
     print_report({"store": name, "tokens": stored, "of": len(exported.ids), "new_entries": counts["saved_chunks"]}, text, arguments)
     if len(exported.ids) < chunk:

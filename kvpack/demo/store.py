@@ -21,7 +21,7 @@ from kvpack.coding.recipes import parse_recipe
 from kvpack.models import BOS, demo_text, load_model, transformers_library
 from kvpack.output import print_table
 from kvpack.runtime.modes import one_thread
-from kvpack.store.redaction import shown_location
+from kvpack.store.redaction import redacted_location
 
 from .files import PROMPT_BYTES
 
@@ -48,7 +48,7 @@ def run(location: str, recipe: str = RECIPE, *, progress: Progress | None = None
         if progress:
             progress(number + 1, len(PROCESSES))
     same = len({tuple(row["tokens"]) for row in rows}) == 1
-    return {"store": shown_location(location), "recipe": recipe, "processes": rows, "same": same}
+    return {"store": redacted_location(location), "recipe": recipe, "processes": rows, "same": same}
 
 
 def load_or_prefill(location: str, recipe: str) -> dict[str, Any]:

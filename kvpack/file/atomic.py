@@ -233,7 +233,7 @@ def _set_mode(descriptor: int, target: str, folder: str) -> None:
     try:
         old = os.stat(target)
     except OSError:
-        mode = _new_mode(folder)
+        mode = _default_mode(folder)
     else:
         mode = stat.S_IMODE(old.st_mode) & 0o777
         status = os.fstat(descriptor)
@@ -250,7 +250,7 @@ def _set_mode(descriptor: int, target: str, folder: str) -> None:
         os.fchmod(descriptor, mode)
 
 
-def _new_mode(folder: str) -> int:
+def _default_mode(folder: str) -> int:
     """Return the mode that the umask gives to a new file in ``folder``.
 
     This creates and removes a file. Reading the umask instead would briefly change it for all threads.
@@ -332,7 +332,7 @@ def _is_local(descriptor: int) -> bool:
     return ctypes.c_ulong.from_buffer(status).value & 0xFFFFFFFF in _LOCAL_FILE_SYSTEMS
 
 
-def is_on_one_host(path: str) -> bool:
+def is_local_path(path: str) -> bool:
     """Return True if ``path`` is on a local file system, and therefore cannot be written by another host."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

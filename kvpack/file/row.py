@@ -37,7 +37,7 @@ compiled: Callable[[memoryview, int], int | None] = lambda data, sum_: None  # n
 """Function that adds words to a checksum in C, or returns None if it cannot. Set by ``kvpack.coding.dispatch``."""
 
 
-class Frame(NamedTuple):
+class RowFrame(NamedTuple):
     """The fields at the beginning of a row."""
 
     magic: bytes
@@ -133,14 +133,14 @@ def powers() -> numpy.ndarray[tuple[int], numpy.dtype[numpy.uint64]]:
         return numpy.multiply.accumulate(weights)[::-1].copy()
 
 
-def read_frame(data: memoryview, where: str) -> Frame:
+def read_frame(data: memoryview, where: str) -> RowFrame:
     """Return the frame at the beginning of ``data``, after checking its magic and length.
 
     Raises NotKvpack, UnsupportedVersion, InvalidHeader or Truncated.
     """
     if len(data) < FRAME_BYTES:
         raise Truncated(f"{where} has {len(data)} bytes, expected at least {FRAME_BYTES} for the frame of a row")
-    frame = Frame(*_FRAME.unpack_from(data))
+    frame = RowFrame(*_FRAME.unpack_from(data))
     if frame.magic != MAGIC:
         if frame.magic.startswith(b"kvpack-row "):
             raise UnsupportedVersion(
@@ -154,7 +154,7 @@ def read_frame(data: memoryview, where: str) -> Frame:
     return frame
 
 
-def check_row(data: memoryview, where: str) -> Frame:
+def check_row(data: memoryview, where: str) -> RowFrame:
     """Check the frame and the checksum of the row at the beginning of ``data``. Returns the frame.
 
     Raises NotKvpack, UnsupportedVersion, Truncated, InvalidHeader or DigestMismatch.
@@ -166,7 +166,7 @@ def check_row(data: memoryview, where: str) -> Frame:
     return frame
 
 
-def check_row_matches(row: memoryview, frame: Frame, layout: RowLayout, namespace: bytes, key: bytes | None, where: str) -> None:
+def check_row_matches(row: memoryview, frame: RowFrame, layout: RowLayout, namespace: bytes, key: bytes | None, where: str) -> None:
     """Raise InvalidHeader if a row differs from the expected layout, namespace or key. The row's checksum must already have been checked.
 
     The message describes the first difference. If ``key`` is None, any key is accepted.

@@ -208,7 +208,7 @@ def model_name(loaded_from: str) -> str:
 
 def digest_weights(model_parts: Iterable[ModelPart]) -> WeightsDigest:
     """Start computing the digest of all parameters and persistent buffers except those of adapters."""
-    return WeightsDigest(_states(model_parts))
+    return WeightsDigest(_model_state(model_parts))
 
 
 def weights_sample(model_parts: Iterable[ModelPart]) -> str:
@@ -216,7 +216,7 @@ def weights_sample(model_parts: Iterable[ModelPart]) -> str:
 
     Files of earlier versions contain this digest.
     """
-    named = _states(model_parts)
+    named = _model_state(model_parts)
     lines = [
         # The same result as ``json_text`` for two strings, but faster.
         f"[{encoded(name)},{encoded(value)}]\n" if type(value) is str else f"{json_text([name, value])}\n"
@@ -265,7 +265,7 @@ def _model_modules(model_parts: Iterable[ModelPart]) -> Sequence[ModelPart]:
     return [part for part in model_parts if not part.adapter]
 
 
-def _states(model_parts: Iterable[ModelPart]) -> list[tuple[str, Any]]:
+def _model_state(model_parts: Iterable[ModelPart]) -> list[tuple[str, Any]]:
     """Return the model's state as sorted (name, value) pairs, including extra attributes of quantized modules."""
     defaults: dict[type, bool] = {}
     named: list[tuple[str, Any]] = []

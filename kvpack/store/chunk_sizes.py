@@ -9,7 +9,7 @@ from typing import Any
 from .backend import Backend
 from .counters import Counters
 from .keys import ID_BYTES, chunk_key
-from .redaction import shown_location
+from .redaction import redacted_location
 
 log = logging.getLogger("kvpack.store")
 
@@ -19,7 +19,7 @@ MAX_SEARCHES = 3
 """Maximum number of searches for other chunk sizes after failed lookups. Each search may cost a request."""
 
 
-def stored_sizes(backend: Backend, root: bytes, ids: bytes, inputs: bytes = b"", sizes: Sequence[int] = SIZES) -> list[int]:
+def stored_chunk_sizes(backend: Backend, root: bytes, ids: bytes, inputs: bytes = b"", sizes: Sequence[int] = SIZES) -> list[int]:
     """Return the chunk sizes with which the first chunk of ``ids`` is stored. Only ``sizes`` are tried.
 
     ``inputs`` is the digest of that chunk's other inputs.
@@ -42,13 +42,13 @@ class ChunkSizeSearch:
         if not self._tries_left or len(ids) < sizes[0] * ID_BYTES:
             return
         self._tries_left -= 1
-        result = stored_sizes(self._backend, self._root, ids, inputs, sizes)
+        result = stored_chunk_sizes(self._backend, self._root, ids, inputs, sizes)
         if result:
             self._tries_left = 0
             self._counters.add("other_chunks")
             log.warning(
                 "%s: nothing is stored for these tokens in chunks of %d, but entries in chunks of %d exist: open the store with chunk=%d",
-                shown_location(self._location),
+                redacted_location(self._location),
                 self._chunk,
                 result[0],
                 result[0],

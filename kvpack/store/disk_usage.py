@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvpack.file.atomic import is_on_one_host, try_lock
+from kvpack.file.atomic import is_local_path, try_lock
 
 from .trust import read_beginning
 
@@ -131,7 +131,7 @@ class DiskUsage:
         """Return the folder's inode, or 0 on a network file system, where machines may see different inodes."""
         folder = os.path.dirname(self._path)
         if self._local is None:
-            self._local = is_on_one_host(folder)
+            self._local = is_local_path(folder)
         return os.stat(folder).st_ino if self._local else 0
 
     def forget_budgets(self) -> None:

@@ -16,7 +16,7 @@ import stat
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from kvpack.file.atomic import TEMPORARY_PREFIX, is_on_one_host
+from kvpack.file.atomic import TEMPORARY_PREFIX, is_local_path
 
 from .trust import Trust, regular_files
 
@@ -39,7 +39,7 @@ def block_bytes(path: str) -> int:
     while not os.path.lexists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     try:
-        return min(max(os.statvfs(path).f_frsize, MIN_BLOCK), _MAX_BLOCK) if is_on_one_host(path) else MIN_BLOCK
+        return min(max(os.statvfs(path).f_frsize, MIN_BLOCK), _MAX_BLOCK) if is_local_path(path) else MIN_BLOCK
     except OSError:
         return MIN_BLOCK
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from kvpack.file.atomic import is_on_one_host
+from kvpack.file.atomic import is_local_path
 from kvpack.runtime.threads import Lock
 
 from . import index_tables as tables
@@ -74,7 +74,7 @@ class Index:
         if not self._folder.trust.is_private:
             return
         with contextlib.suppress(OSError):
-            if not is_on_one_host(self._folder.root):
+            if not is_local_path(self._folder.root):
                 return
             with contextlib.suppress(FileExistsError):
                 # The index is as private as the entries, and so are the files that SQLite creates next to it.
@@ -301,7 +301,7 @@ class Index:
             self._disconnect()
             is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & OTHERS_WRITE
             # Checks use paths, not a descriptor: closing any descriptor of the file would release SQLite's locks on it.
-            if not self._folder.trust.is_private or not is_own or not is_on_one_host(self._folder.root):
+            if not self._folder.trust.is_private or not is_own or not is_local_path(self._folder.root):
                 return None
         except OSError:
             self._disconnect()

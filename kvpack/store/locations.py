@@ -20,7 +20,7 @@ from .memory import MemoryBackend
 from .object_store import ObjectStore, is_object_store
 from .objects import SCHEMES as OBJECT_STORE_SCHEMES
 from .options import LocationOptions, StoreOptions, Tier
-from .redaction import shown_location
+from .redaction import redacted_location
 from .redis import SCHEMES as REDIS_SCHEMES
 from .redis import Redis, is_redis
 from .tiers import Tiers
@@ -78,7 +78,7 @@ def open_existing(
     """Open the backend at an existing location, as ``open_backend`` does. Raises MissingFile for a missing folder."""
     if _location_kind(location) is FOLDER and not os.path.isdir(path := os.path.expanduser(_folder(location))):
         why = "is not a folder" if os.path.lexists(path) else "does not exist; a store creates its folder when it stores its first chunk"
-        raise MissingFile(f"{shown_location(location)}: {why}")
+        raise MissingFile(f"{redacted_location(location)}: {why}")
     return open_backend(location, counters, entry_format, options, skip_sweep=skip_sweep)
 
 
@@ -150,7 +150,7 @@ def _folder(location: Any) -> str:
         parts = urlsplit(path)
         if parts.netloc not in ("", "localhost"):
             raise InvalidParameter(
-                f"the location {shown_location(path)!r} names the host {parts.hostname!r}: a folder must be on this machine, as in "
+                f"the location {redacted_location(path)!r} names the host {parts.hostname!r}: a folder must be on this machine, as in "
                 "file:///..."
             )
         path = unquote(parts.path)

@@ -15,7 +15,7 @@ from kvpack.formats.errors import InvalidParameter, LimitExceeded, MissingPackag
 from kvpack.runtime.threads import in_parallel
 
 from .entry_kind import FRONT_BYTES, check_size
-from .redaction import shown_location
+from .redaction import redacted_location
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -241,5 +241,5 @@ def _open_url(url: str, timeout: float, options: Mapping[str, Any] | None) -> An
     try:
         return from_url(url, **settings)
     except (BaseError, ValueError, TypeError) as error:
-        reason = shown_location(str(error).splitlines()[0])
-        raise InvalidParameter(f"the location {shown_location(url)!r} or its storage_options are invalid: {reason}") from None
+        reason = redacted_location(str(error).splitlines()[0])
+        raise InvalidParameter(f"the location {redacted_location(url)!r} or its storage_options are invalid: {reason}") from None

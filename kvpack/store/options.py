@@ -10,7 +10,7 @@ from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter
 
 from .backend import MAX_ENTRY_BYTES
-from .redaction import shown_location
+from .redaction import redacted_location
 
 MAX_SECONDS = 10**9
 """Maximum wait in seconds, 31 years. Some systems cannot represent longer times."""
@@ -102,7 +102,7 @@ class Tier(LocationOptions):
         """Return text that shows the location and the options that are set, without secrets."""
         options = {option.name: getattr(self, option.name) for option in fields(LocationOptions) if option.repr}
         shown = [f"{name}={value!r}" for name, value in options.items() if value is not None]
-        return f"Tier({', '.join([repr(shown_location(self.location)), *shown])})"
+        return f"Tier({', '.join([repr(redacted_location(self.location)), *shown])})"
 
 
 def check_count(name: str, value: Any, minimum: int) -> None:

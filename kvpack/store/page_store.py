@@ -26,7 +26,7 @@ from .keys import page_key
 from .loading import FAULTS, reject_entry
 from .locations import check_identity, open_for_identity
 from .options import StoreKeywords, StoreOptions, check_count
-from .redaction import shown_location
+from .redaction import redacted_location
 from .tiers import Tiers, prometheus_text
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ class PageStore:
         remaining = sum(self._backend.contains_many(names))
         if remaining:
             raise WriteFailed(
-                f"{shown_location(self.location)}: {remaining} of {len(names)} pages could not be removed: the store counted "
+                f"{redacted_location(self.location)}: {remaining} of {len(names)} pages could not be removed: the store counted "
                 f"{self.counters()['faults']}"
             )
         return removed
@@ -423,7 +423,7 @@ class PageStore:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise InvalidParameter(f"the store at {shown_location(self.location)} is closed: open another PageStore")
+            raise InvalidParameter(f"the store at {redacted_location(self.location)} is closed: open another PageStore")
 
     def _check_keys_and_slots(self, keys: Sequence[bytes], slots: Sequence[int]) -> tuple[list[bytes], list[int]]:
         """Return ``keys`` and ``slots`` as lists. Raises InvalidParameter if their lengths differ or the store is closed."""

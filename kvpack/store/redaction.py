@@ -15,9 +15,9 @@ The path of a Redis URL contains no @.
 """
 
 
-def shown_location(location: Any) -> str:
+def redacted_location(location: Any) -> str:
     """Return a location as text, without users, passwords and keys in URLs. ``location`` may also be text that contains URLs."""
     if isinstance(location, (list, tuple)):
-        return f"[{', '.join(map(shown_location, location))}]"
+        return f"[{', '.join(map(redacted_location, location))}]"
     text = _QUERY_SECRETS.sub(rf"\1{_HIDDEN}", str(location))
     return _USERS.sub(lambda match: f"{next(filter(None, match.groups()))}{_HIDDEN}@", text)

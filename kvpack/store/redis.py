@@ -33,7 +33,7 @@ from .entry_descriptions import Descriptions, entry_description, kind_descriptio
 from .entry_kind import FRONT_BYTES, UNENCRYPTED, EntryFormat, EntryKind, check_size
 from .expiry import limit_ttl
 from .pins import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
-from .redis_client import FRONTS_BYTES, Client
+from .redis_client import FRONTS_BYTES, RedisClient
 from .redis_count import MAX_PAGES, EntryCount, RedisDescriptions, list_pages
 from .redis_replies import byte_strings, bytes_check, integer, parse_set_reply
 from .redis_scripts import ENTRY, HOLDS, LEASE, PINS
@@ -102,7 +102,7 @@ class Redis(SingleTierBackend):
     ) -> None:
         self._counters, self._max_bytes, self._ttl = counters, max_bytes, limit_ttl(ttl)
         self._form = dataclasses.replace(entry_format, max_bytes=min(entry_format.max_bytes, MAX_ENTRY_BYTES))
-        self._client = Client(url, counters, timeout, self._form.max_bytes + _BYTES_AT_ONCE + _SPARE_BYTES, uses_ttl=ttl is not None)
+        self._client = RedisClient(url, counters, timeout, self._form.max_bytes + _BYTES_AT_ONCE + _SPARE_BYTES, uses_ttl=ttl is not None)
         self._count = EntryCount(self._client, counters)
         self._abouts = RedisDescriptions(self._client)
         self._front_bytes = FRONTS_BYTES
@@ -463,7 +463,7 @@ class Redis(SingleTierBackend):
 class _RedisLease:
     """A lease on Redis: a key that contains the holder's random token and expires on its own."""
 
-    def __init__(self, client: Client, key: bytes, token: bytes) -> None:
+    def __init__(self, client: RedisClient, key: bytes, token: bytes) -> None:
         self._client, self._key, self._token = client, key, token
 
     def release(self) -> None:

@@ -93,7 +93,7 @@ _MAX_LINE_BYTES = 2**16
 _SHOWN_BYTES = 40
 
 
-class Client:
+class RedisClient:
     """A client for the server at ``url``.
 
     ``max_bytes`` limits the size of a reply, and ``timeout`` is the number of seconds for a request. ``uses_ttl`` is True if entries

@@ -25,7 +25,7 @@ from kvpack.runtime.threads import Lock
 from .backend import StoredEntry
 from .counters import Counters
 from .entry_descriptions import Descriptions, parse_description
-from .redis_client import Client
+from .redis_client import RedisClient
 from .redis_replies import integer
 from .redis_scripts import KEYS
 
@@ -54,7 +54,7 @@ _DONE, _UNSOUND = 1, -1
 class EntryCount:
     """The count of the entries on the server. Safe to use from any thread. Only one thread at a time updates the count."""
 
-    def __init__(self, client: Client, counters: Counters) -> None:
+    def __init__(self, client: RedisClient, counters: Counters) -> None:
         self._client, self._counters = client, counters
         self._lock = Lock()
         self._summed: float | None = None
@@ -156,7 +156,7 @@ _MAX_TRIES = 5
 class RedisDescriptions:
     """Reads, adds and corrects descriptions of the entries on a Redis server."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: RedisClient) -> None:
         self._client = client
 
     def read(self, listed: str | None) -> Descriptions | None:
@@ -209,7 +209,7 @@ def _parse_totals(fields: Mapping[bytes, bytes]) -> list[tuple[str, int, int]] |
     return result if all(parse_description(text) is not None and entries >= 0 and size >= 0 for text, entries, size in result) else None
 
 
-def list_pages(client: Client, script: str, *before: str, at_once: int, after: Sequence[str] = ()) -> Iterator[StoredEntry]:
+def list_pages(client: RedisClient, script: str, *before: str, at_once: int, after: Sequence[str] = ()) -> Iterator[StoredEntry]:
     """Scan the server's entries page by page with ``script``, and yield each entry once."""
     listed: set[bytes] = set()
     cursor = b"0"

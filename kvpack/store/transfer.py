@@ -12,7 +12,7 @@ from kvpack.formats.errors import InvalidHeader, InvalidParameter, MissingFile
 from kvpack.identity.identity import Identity
 
 from . import state_entries
-from .chunk_sizes import stored_sizes
+from .chunk_sizes import stored_chunk_sizes
 from .counters import Counters
 from .encryption import Cipher, decrypt_entry
 from .entries import check_entry, open_entry
@@ -159,7 +159,7 @@ def stored_chunk_size(location: Any, exported: ExportedPrefix, options: StoreOpt
     """
     backend = open_for_identity(location, exported.identity, Counters(), options, skip_sweep=True).backend
     try:
-        return next(iter(stored_sizes(backend, exported.identity.root, token_bytes(exported.ids))), None)
+        return next(iter(stored_chunk_sizes(backend, exported.identity.root, token_bytes(exported.ids))), None)
     finally:
         backend.close()
 

@@ -65,7 +65,7 @@ def test_tables_in_registers_are_looked_up_by_every_four_digits() -> None:
     digits = np.arange(1 << 12, dtype=np.uint32)
     digit = [digits >> 3 * number & 7 for number in range(4)]
     word = digit[0] | digit[1] << 16 | digit[2] << 8 | digit[3] << 24
-    found = run(register_table._select_f16x2.fn(register_table.byte_table(values)), word, constraints="=r,=r,=r,=r,r")
+    found = run(register_table._select_f16x2_ptx.fn(register_table.byte_table(values)), word, constraints="=r,=r,=r,=r,r")
     table = values.view(torch.int16).numpy().astype(np.uint16)
     for register, number in zip(found, digit, strict=True):
         assert all(np.array_equal(half, table[number]) for half in halves(register))

@@ -13,7 +13,7 @@ from kvpack.store.counters import Counters
 from kvpack.store.entry_kind import UNENCRYPTED
 from kvpack.store.locations import open_existing
 from kvpack.store.options import LocationOptions, StoreOptions
-from kvpack.store.redaction import shown_location
+from kvpack.store.redaction import redacted_location
 from support.store_caches import IDENTITY
 
 if TYPE_CHECKING:
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     ],
 )
 def test_users_and_passwords_are_hidden(location: Any, shown: str) -> None:
-    assert shown_location(location) == shown
+    assert redacted_location(location) == shown
 
 
 def test_secret_options_are_not_in_reprs() -> None:
     secrets = {"secret_access_key": "secret"}
     tier = kvpack.Tier("redis://:secret@host", max_bytes=10, storage_options=secrets)
     assert repr(tier) == "Tier('redis://***@host', max_bytes=10)"
-    assert shown_location([tier]) == f"[{tier!r}]"
+    assert redacted_location([tier]) == f"[{tier!r}]"
     options = StoreOptions(max_bytes=10, storage_options=secrets, encryption={"a": b"secret"})
     assert "max_bytes=10" in repr(options)
     assert "secret" not in repr(options)

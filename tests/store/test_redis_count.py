@@ -212,13 +212,13 @@ def test_a_put_in_several_requests_is_counted_once(shared: Server, client: Any, 
     store = open_store(shared, max_bytes=10**10)
     save(store, prompt(1))
     asked: list[str] = []
-    real = redis_client.Client.call
+    real = redis_client.RedisClient.call
 
     def listed(self: Any, script: str, *arguments: Any, **options: Any) -> Any:
         asked.append(script)
         return real(self, script, *arguments, **options)
 
-    monkeypatch.setattr(redis_client.Client, "call", listed)
+    monkeypatch.setattr(redis_client.RedisClient, "call", listed)
     for seed in range(1, 9):
         save(store, prompt(1, seed=seed), seed=seed)
     assert asked == [], "the count was repeated too soon"
@@ -334,7 +334,7 @@ def test_counts_stay_correct_if_others_change_keys(begin: str, shared: Server, c
     most = stored_bytes(client)[1] + 100_000
     other = open_store(shared, max_bytes=most)
     other._backend._count._summed = time.monotonic()
-    real, pages = redis_client.Client.call, [0]
+    real, pages = redis_client.RedisClient.call, [0]
 
     def changing(self: Any, script: str, *arguments: Any, **options: Any) -> Any:
         answer = real(self, script, *arguments, **options)
@@ -349,7 +349,7 @@ def test_counts_stay_correct_if_others_change_keys(begin: str, shared: Server, c
             assert stored_bytes(client)[1] <= most
         return answer
 
-    monkeypatch.setattr(redis_client.Client, "call", changing)
+    monkeypatch.setattr(redis_client.RedisClient, "call", changing)
     store = open_store(shared, max_bytes=most)
     if begin == "first put":
         save(store, prompt(1, seed=50))
@@ -370,13 +370,13 @@ def test_later_counts_continue_with_puts(shared: Server, client: Any, monkeypatc
     client.incrby(BYTES, 5000)
     monkeypatch.setattr(redis_count, "SUM_SECONDS", 0.0)
     asked: list[str] = []
-    real = redis_client.Client.call
+    real = redis_client.RedisClient.call
 
     def listed(self: Any, script: str, *arguments: Any, **options: Any) -> Any:
         asked.append(script)
         return real(self, script, *arguments, **options)
 
-    monkeypatch.setattr(redis_client.Client, "call", listed)
+    monkeypatch.setattr(redis_client.RedisClient, "call", listed)
     for number in range(1, 40):
         asked.clear()
         save(store, prompt(1, seed=number))
@@ -390,7 +390,7 @@ def test_later_counts_continue_with_puts(shared: Server, client: Any, monkeypatc
 def test_a_program_that_ignores_the_count_is_noticed(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An older kvpack counts its own puts, and does not know counts in pages."""
     fill(client, 60)
-    real, pages = redis_client.Client.call, [0]
+    real, pages = redis_client.RedisClient.call, [0]
 
     def changing(self: Any, script: str, *arguments: Any, **options: Any) -> Any:
         answer = real(self, script, *arguments, **options)
@@ -401,7 +401,7 @@ def test_a_program_that_ignores_the_count_is_noticed(shared: Server, client: Any
                 together.set(ENTRY + key, bytes(500)).hset(SIZES, key, 500).zadd(USED, {key: 1}).incrby(BYTES, 500).execute()
         return answer
 
-    monkeypatch.setattr(redis_client.Client, "call", changing)
+    monkeypatch.setattr(redis_client.RedisClient, "call", changing)
     store = open_store(shared, max_bytes=10**6)
     store._backend._count.advance()
     assert store._backend._count.is_known
@@ -436,13 +436,13 @@ def test_a_total_changed_only_by_kvpack_is_not_recomputed(shared: Server, client
     most = 10**6
     save(open_store(shared, max_bytes=most), prompt(1))
     asked: list[str] = []
-    real = redis_client.Client.call
+    real = redis_client.RedisClient.call
 
     def listed(self: Any, script: str, *arguments: Any, **options: Any) -> Any:
         asked.append(script)
         return real(self, script, *arguments, **options)
 
-    monkeypatch.setattr(redis_client.Client, "call", listed)
+    monkeypatch.setattr(redis_client.RedisClient, "call", listed)
     for seed in range(1, 4):
         asked.clear()
         store = open_store(shared, max_bytes=most)

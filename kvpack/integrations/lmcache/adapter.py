@@ -29,7 +29,7 @@ from kvpack.store.locations import open_for_identity
 from kvpack.store.metrics import shared_collector
 from kvpack.store.options import StoreOptions
 from kvpack.store.page_store import PageStore
-from kvpack.store.redaction import shown_location
+from kvpack.store.redaction import redacted_location
 
 from .layouts import adapter_recipe, as_page_buffer, byte_geometry, check_model, is_fused, keeps_other_objects, key_bytes, object_geometry
 
@@ -198,7 +198,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """Return the counters of the stores, one for each object shape, and the rejected objects by operation and reason."""
         counters = [store.counters() for store in self._open_stores()]
         refused = self._refused.as_dict()["faults"]
-        location = shown_location(self._location)
+        location = redacted_location(self._location)
         return {"is_healthy": True, "type": "KvpackL2Adapter", "location": location, "stores": counters, "refused": refused}
 
     def close(self) -> None:

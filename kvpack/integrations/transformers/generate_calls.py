@@ -51,7 +51,7 @@ def _kvpack_caches(past: Any) -> list[Any]:
     return [cache for cache in caches_in(past) if hasattr(cache, "passes")]
 
 
-def _passes_over_tokens(past: Any) -> list[Any]:
+def _token_pass_trackers(past: Any) -> list[Any]:
     """Return the ``pass_trackers`` of the cache that contains ``generate``'s tokens.
 
     In an encoder-decoder cache, this is the cache for self-attention. The other one contains the encoder's tokens.
@@ -117,7 +117,7 @@ class _WatchedPrepareInputs(_WatchedMethod):
 
     def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         alive, past = self._live_model(), cache_in(kwargs)
-        for passes in _passes_over_tokens(past):
+        for passes in _token_pass_trackers(past):
             passes.check_generate(alive, input_ids, kwargs)
         if kwargs.get("is_first_iteration", False):
             for cache in _kvpack_caches(past):
@@ -142,7 +142,7 @@ class _WatchedPrefill(_WatchedMethod):
         ids, config, arguments = bound["input_ids"], bound["generation_config"], bound["model_kwargs"]
         with ExitStack() as chunks:
             if config.prefill_chunk_size is not None:
-                for passes in _passes_over_tokens(cache_in(arguments)):
+                for passes in _token_pass_trackers(cache_in(arguments)):
                     chunks.enter_context(passes.check_chunks(ids, arguments, getattr(config, "_mask_length", -1)))
             return type(alive)._prefill(alive, *args, **kwargs)
 
@@ -159,7 +159,7 @@ class _WhisperSegments(_WatchedMethod):
         alive = self._live_model()
         bound = self.__signature__.bind(*args, **kwargs).arguments
         past = cache_in(bound["kwargs"])
-        if _passes_over_tokens(past):
+        if _token_pass_trackers(past):
             if len(bound["temperatures"]) > 1:
                 raise InvalidParameter(
                     "generate may compute the segment again for each temperature, and the cache would still hold the tokens of the first "
@@ -179,7 +179,7 @@ class _WatchedPreparePositions(_WatchedMethod):
 
     def __call__(self, inputs_tensor: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
         alive = self._live_model()
-        for passes in _passes_over_tokens(cache_in(model_kwargs)):
+        for passes in _token_pass_trackers(cache_in(model_kwargs)):
             passes.prepare_positions({"inputs": inputs_tensor, **model_kwargs})
         return type(alive)._prepare_position_ids_for_generation(alive, inputs_tensor, model_kwargs)
 

@@ -49,7 +49,7 @@ class EncoderCalls:
     """
 
     def __init__(self) -> None:
-        self._inputs: dict[str, str] = {}
+        self._input_digests: dict[str, str] = {}
         self._read: dict[int, tuple[weakref.ref[torch.Tensor], int, tuple[str, ...]]] = {}
 
     # Digests are computed on the host.
@@ -57,20 +57,20 @@ class EncoderCalls:
     def record_call(self, arguments: Mapping[str, Any], output: Any) -> None:
         hidden = getattr(output, "last_hidden_state", None)
         hidden = output[0] if hidden is None and isinstance(output, tuple) and output else hidden
-        outputs = self._outputs(hidden)
-        for result, given in zip(outputs, _inputs(arguments, len(outputs)), strict=True):
-            self._inputs.pop(result, None)
-            self._inputs[result] = given
-        while len(self._inputs) > _MAX_SOURCES:
-            self._inputs.pop(next(iter(self._inputs)), None)
+        outputs = self._output_digests(hidden)
+        for result, given in zip(outputs, _input_digests(arguments, len(outputs)), strict=True):
+            self._input_digests.pop(result, None)
+            self._input_digests[result] = given
+        while len(self._input_digests) > _MAX_SOURCES:
+            self._input_digests.pop(next(iter(self._input_digests)), None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def sources(self, hidden: Any) -> Sources | None:
         """Return the sources of the encoder output ``hidden``, ``[batch, token, dim]``, or None if its values are not in memory."""
-        sources = tuple(Source(self._inputs.get(output, ""), output) for output in self._outputs(hidden))
+        sources = tuple(Source(self._input_digests.get(output, ""), output) for output in self._output_digests(hidden))
         return (sources[:1] if len(set(sources)) == 1 else sources) or None
 
-    def _outputs(self, hidden: Any) -> tuple[str, ...]:
+    def _output_digests(self, hidden: Any) -> tuple[str, ...]:
         """Return the digest of each sequence's encoder output. Digests are cached, because each decode step passes the same tensor."""
         if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2 or hidden.is_meta:
             return ()
@@ -138,7 +138,7 @@ def _source_name(sources: Sources, row: int) -> str:
     return f"input {source.input} and output {source.output}" if source.input else f"output {source.output}"
 
 
-def _inputs(arguments: Mapping[str, Any], batch: int) -> tuple[str, ...]:
+def _input_digests(arguments: Mapping[str, Any], batch: int) -> tuple[str, ...]:
     """Return the digest of each sequence's encoder input.
 
     The digests are empty if an argument that may affect the output cannot be digested.

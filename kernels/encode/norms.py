@@ -78,7 +78,7 @@ def add_decoded(state: tl.tuple, value: tl.tensor, decoded: tl.tensor) -> tl.tup
 
 
 @triton.jit
-def end_norms(block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> None:
+def finish_norms(block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> None:
     """Store the norms of the tokens in the first stream of scales. If the codec requests it, apply the norm_rule=unbiased correction."""
     LIMIT: tl.constexpr = CONSTANTS.norms.limit
     RULE: tl.constexpr = CONSTANTS.norms.rule

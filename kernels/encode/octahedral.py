@@ -18,7 +18,7 @@ from kvpack.formats.octahedral import Octahedral, norm_extends_index
 
 from .columns import Term
 from .kernel import Output, Quantizer, encode_rows
-from .norms import NormConstants, add_decoded, begin_norms, create_norms, end_norms
+from .norms import NormConstants, add_decoded, begin_norms, create_norms, finish_norms
 from .rows import block_tokens, enclosing_levels, find_level, look_up_entry, table_bounds, table_values
 
 BLOCK_TOKENS = 32
@@ -53,7 +53,7 @@ def encode(codec: Octahedral, x: torch.Tensor, output: Output) -> bool:
     norms = create_norms(codec, tables, x.device)
     constants = OctahedralConstants(norms, codec.triplets, levels, 1 << codec.b_norm, scalar or levels == 1, scalar)
     return encode_rows(
-        codec, x, output, Quantizer(_quantize, constants, begin_norms, end_norms), _digit_terms, [output.streams["norm"]], tables,
+        codec, x, output, Quantizer(_quantize, constants, begin_norms, finish_norms), _digit_terms, [output.streams["norm"]], tables,
         coordinates=3, symbols=-(-codec.triplets // BLOCK_TRIPLETS) * BLOCK_TRIPLETS, block=BLOCK_TRIPLETS,
         tokens=block_tokens(x, BLOCK_TOKENS),
     )  # fmt: skip

@@ -19,7 +19,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """Integer dtypes by value size. Copying integers preserves all bits, including those of NaN."""
 
 
-def copy(x: torch.Tensor, stream: torch.Tensor, origins: BatchOffsets, status: torch.Tensor | None) -> None:
+def copy_values(x: torch.Tensor, stream: torch.Tensor, origins: BatchOffsets, status: torch.Tensor | None) -> None:
     """Copy values ``x`` ``[batch, kv_head, token, dim]`` to ``stream``. The batch entries of ``x`` are at ``origins``.
 
     With ``status``, copy from ``stream`` to ``x`` instead, and only entries whose status is 0.

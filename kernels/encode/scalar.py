@@ -16,7 +16,7 @@ from kvpack.formats.tables import cache_per_device
 
 from .columns import MIN_AXIS, Term
 from .kernel import Output, Quantizer, encode_rows
-from .norms import NormConstants, add_decoded, begin_norms, create_norms, end_norms
+from .norms import NormConstants, add_decoded, begin_norms, create_norms, finish_norms
 from .rows import block_tokens, find_level, look_up_entry, table_bounds, table_values
 
 BLOCK_TOKENS = 64
@@ -59,9 +59,9 @@ def encode(codec: Scalar, x: torch.Tensor, output: Output) -> bool:
         tables += [table_bounds(high, x.device), table_values(high, x.device), _high_channels(codec.channel_sets, symbols, x.device)]
     constants = ScalarConstants(create_norms(codec, tables, x.device), 1 << codec.bits - 1, (1 << codec.bits_high) // 2)
     if codec.rounding == "scaled":
-        quantizer = Quantizer(_quantize_scaled, constants, _begin_scaled, end_norms, measure=_measure, decide=_choose_scale)
+        quantizer = Quantizer(_quantize_scaled, constants, _begin_scaled, finish_norms, measure=_measure, decide=_choose_scale)
     else:
-        quantizer = Quantizer(_quantize, constants, begin_norms, end_norms)
+        quantizer = Quantizer(_quantize, constants, begin_norms, finish_norms)
     return encode_rows(
         codec, x, output, quantizer, _digit_terms, [output.streams["norm"]], tables,
         symbols=symbols, block=min(symbols, BLOCK_SYMBOLS), tokens=block_tokens(x, BLOCK_TOKENS),

@@ -51,8 +51,8 @@ def tiles(codec: Octahedral, values: Tiles) -> Tiles | None:
     if not suits or index.width % 2 or sign.width % 2:
         return None
 
-    def channel(word: int, second: int, coordinate: int) -> int:
-        number = VALUES * (word + second * index.width) + coordinate
+    def channel(word: int, field_index: int, coordinate: int) -> int:
+        number = VALUES * (word + field_index * index.width) + coordinate
         return number if word < index.width and number < codec.dim else -1
 
     channels = []

@@ -21,7 +21,7 @@ from kvpack.kernels import codecs
 from kvpack.kernels.decode import decode as decoding
 from kvpack.kernels.decode.rows import EnginePages, PackedPart, common_alignment, copy_to_device
 from kvpack.kernels.encode.kernel import create_output
-from kvpack.kernels.encode.page_values import copy, token_norms
+from kvpack.kernels.encode.page_values import copy_values, token_norms
 from kvpack.kernels.encode.rows import MAX_ROW_BYTES, STREAM_ALIGNMENT, BatchOffsets
 from kvpack.kernels.gpu import gpu
 
@@ -109,7 +109,7 @@ def encode(side: PageSide, batch: PageBatch, errors: torch.Tensor | None = None)
     x = first[:1].expand(len(offsets), *first.shape[1:])
     origins = _batch_offsets(offsets, first)
     if _stores_unchanged(codec, first.dtype):
-        copy(x, next(iter(streams.values())), origins, None)
+        copy_values(x, next(iter(streams.values())), origins, None)
         return True
     encoder = codecs.codec_kernels(codec).encode
     row = first.shape[3] * first.element_size()
@@ -127,7 +127,7 @@ def decode(side: PageSide, batch: PageBatch) -> bool:
         return False
     if _stores_unchanged(codec, first.dtype):
         x = first[:1].expand(len(offsets), *first.shape[1:])
-        copy(x, next(iter(streams.values())), _batch_offsets(offsets, first), batch.status)
+        copy_values(x, next(iter(streams.values())), _batch_offsets(offsets, first), batch.status)
         return True
     if first.dtype not in DTYPES.values():
         return False
@@ -159,12 +159,12 @@ def _copy_pages(layers: LayerTensors, slots: Sequence[int], pages: torch.Tensor,
     every = len(layers.tensors) * step
     offsets = layers.offsets(slots, every, step)
     if offsets is not None:
-        copy(layers.first[:1].expand(len(offsets), *layers.first.shape[1:]), pages, _batch_offsets(offsets, layers.first), status)
+        copy_values(layers.first[:1].expand(len(offsets), *layers.first.shape[1:]), pages, _batch_offsets(offsets, layers.first), status)
         return
     for number, tensor in enumerate(layers.tensors):
         offsets = LayerTensors([tensor]).offsets(slots, every, step)
         assert offsets is not None
-        copy(tensor[:1].expand(len(offsets), *tensor.shape[1:]), pages[number:], _batch_offsets(offsets, tensor), status)
+        copy_values(tensor[:1].expand(len(offsets), *tensor.shape[1:]), pages[number:], _batch_offsets(offsets, tensor), status)
 
 
 def _stores_unchanged(codec: Codec, dtype: torch.dtype) -> bool:

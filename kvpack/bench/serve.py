@@ -33,7 +33,7 @@ from .process_time import time_interleaved
 from .serve_cpu import spare_tokens, step_rows, with_plain_attention
 from .serve_graphs import ROOM, StaticStates, graph_step, use_flash_attention
 from .serve_peers import DYNAMIC, FLASH, OUT_OF_MEMORY_ERROR, STATIC, TIMES, cache_bytes, measured_row, peer_caches, try_measure
-from .step_timing import Steps, time_steps, without_graphs
+from .step_timing import DecodeSteps, time_steps, without_graphs
 
 if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
@@ -298,8 +298,8 @@ def _alternating_step_seconds(model: Any, batch: int, tokens: int, recipe: str, 
     plain = with_plain_attention(model)
     dense = _dynamic_cache(plain, _random_states(plain, batch, tokens, device), tokens)
     with KvpackCache.of(_random_packed_cache(model, batch, tokens, recipe, device), model) as past:
-        runs = [Steps(DYNAMIC, plain, dense), Steps(FLASH, plain, dense, flash=True)]
-        runs += [Steps(_WITHOUT_GRAPHS, model, past, graphs=False), Steps(recipe, model, past)]
+        runs = [DecodeSteps(DYNAMIC, plain, dense), DecodeSteps(FLASH, plain, dense, flash=True)]
+        runs += [DecodeSteps(_WITHOUT_GRAPHS, model, past, graphs=False), DecodeSteps(recipe, model, past)]
         return time_steps(runs, batch, device, synchronize)
 
 

@@ -19,7 +19,7 @@ WARM_STEPS, STEPS, ROUNDS = 2, 8, 6
 
 
 @dataclass(frozen=True)
-class Steps:
+class DecodeSteps:
     """Decode steps of ``model`` over the cache ``past``. With ``flash``, SDPA uses FlashAttention.
 
     Without ``graphs``, steps over a KvpackCache never replay CUDA graphs.
@@ -42,7 +42,7 @@ def without_graphs(past: Any) -> Iterator[None]:
         past.graphs = before
 
 
-def time_steps(runs: Sequence[Steps], batch: int, device: str, wait: Callable[[str], None]) -> dict[str, float]:
+def time_steps(runs: Sequence[DecodeSteps], batch: int, device: str, wait: Callable[[str], None]) -> dict[str, float]:
     """Return the seconds per step for each of ``runs``, by name.
 
     Each run is timed in ``ROUNDS`` rounds, which alternate with those of the other runs. Its result is the median, over its rounds, of the

@@ -25,7 +25,7 @@ from kvpack.runtime.modes import float32_no_grad
 
 from .layer import LiveLayer, check_windows, empty_layer, live_layer
 from .operators import Tickets
-from .steps import CpuSteps, Steps
+from .steps import CpuSteps, TritonSteps
 
 MAX_DEFERRED_TOKENS = 1024
 """Maximum size, in tokens, of an update that may stay raw until the next update, so that the first output token is returned sooner.
@@ -118,7 +118,7 @@ class LiveCache:
         return live
 
     def _prepare(self) -> None:
-        self._steps: list[Steps | CpuSteps | None] = [None] * self._count
+        self._steps: list[TritonSteps | CpuSteps | None] = [None] * self._count
         self._calls = Tickets(self, self._count)
         self._value_dims = [0 if layer is None else layer.value_dim for layer in self._layers]
         self._captures = self._known = False
@@ -254,7 +254,7 @@ class LiveCache:
             if not live.pending_tokens:
                 steps = self._steps[layer]
                 if steps is None and not live.is_uneven:
-                    steps = self._steps[layer] = next((kind(live) for kind in (Steps, CpuSteps) if kind.supports(live, q)), None)
+                    steps = self._steps[layer] = next((kind(live) for kind in (TritonSteps, CpuSteps) if kind.supports(live, q)), None)
                 result = None if steps is None else steps.attend(q, sink_logits, starts, scale, causal, softcap, sliding_window)
                 if result is not None:
                     return result
@@ -466,7 +466,7 @@ class LiveCache:
         return live
 
     def _check_finite(self) -> None:
-        flags = {number: steps.not_finite for number, steps in enumerate(self._steps) if isinstance(steps, Steps)}
+        flags = {number: steps.not_finite for number, steps in enumerate(self._steps) if isinstance(steps, TritonSteps)}
         result = torch.cat(list(flags.values())).tolist() if flags else []
         lost = [number for number, flag in zip(flags, result, strict=True) if flag]
         if lost:

@@ -27,7 +27,7 @@ ALIGNED = 4
 """Alignment, in 32-bit integers, that kernels expect of addresses."""
 
 
-class Steps:
+class TritonSteps:
     """Prepared decode steps of one layer. The device counts the layer's tokens.
 
     ``not_finite``, int32 ``[1]`` on the device, becomes nonzero if an added value is not finite.

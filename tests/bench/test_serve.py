@@ -94,7 +94,7 @@ def test_steps_are_interleaved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     passes: list[tuple[str, bool]] = []
     steps = step_timing.time_steps
 
-    def recorded(runs: list[step_timing.Steps], *rest: Any) -> dict[str, float]:
+    def recorded(runs: list[step_timing.DecodeSteps], *rest: Any) -> dict[str, float]:
         for run in runs:
             run.model.register_forward_pre_hook(lambda *_, run=run: passes.append((run.name, run.model is model)))
         return steps([runs[0], *runs[2:]], *rest)

@@ -189,7 +189,7 @@ def test_sliding_layers_store_their_window_and_tokens_encoded_with_it(name: str)
 def test_decoding_steps_of_sliding_layers_only_run_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer's tensors stay valid for CUDA graphs, even with padded rows. Some layers of Gemma 3 slide, others do not."""
     from kvpack.coding import dispatch
-    from kvpack.live.steps import Steps
+    from kvpack.live.steps import TritonSteps
     from support.interpreter import DEVICE, INTERPRETED
 
     if INTERPRETED:
@@ -198,14 +198,14 @@ def test_decoding_steps_of_sliding_layers_only_run_kernels(monkeypatch: pytest.M
     ids, mask = (x.to(DEVICE) for x in padded("left"))
     expected = generated(model, ids, attention_mask=mask, max_new_tokens=4)
     by_steps: list[bool] = []
-    attend = Steps.attend
+    attend = TritonSteps.attend
 
     def watched(*given: Any, **options: Any) -> Any:
         found = attend(*given, **options)
         by_steps.append(found is not None)
         return found
 
-    monkeypatch.setattr(Steps, "attend", watched)
+    monkeypatch.setattr(TritonSteps, "attend", watched)
     with KvpackCache(model, "fp32;tail=8") as cache:
         assert generated(model, ids, cache, attention_mask=mask, max_new_tokens=4) == expected
         assert any(window is not None for window in cache.live.sliding_windows)

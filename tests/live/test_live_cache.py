@@ -487,20 +487,20 @@ def sliding(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> tuple[L
     Returns the cache, whether each attending step ran only kernels, and the results of ``roll``.
     """
     from kvpack.coding import dispatch
-    from kvpack.live.steps import Steps
+    from kvpack.live.steps import TritonSteps
     from support.interpreter import DEVICE, INTERPRETED
 
     if INTERPRETED:
         monkeypatch.setenv(dispatch.VARIABLE, "triton")
     by_steps: list[bool] = []
-    attend = Steps.attend
+    attend = TritonSteps.attend
 
     def watched(*given: Any, **options: Any) -> Any:
         found = attend(*given, **options)
         by_steps.append(found is not None)
         return found
 
-    monkeypatch.setattr(Steps, "attend", watched)
+    monkeypatch.setattr(TritonSteps, "attend", watched)
     live, generator, changed = LiveCache(recipe, layers=1, sliding_windows=[40]), torch.Generator().manual_seed(1), []
     parts = []
     starts = torch.tensor([0, 60, 120][:batch], dtype=torch.int32)
@@ -552,14 +552,16 @@ def test_steps_of_a_sliding_layer_only_run_kernels(recipe: str, batch: int, monk
 def test_steps_start_at_each_sequences_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding ends in the pages, at the raw tail, or covers all tokens, for one query and for several."""
     from kvpack.coding import dispatch
-    from kvpack.live.steps import Steps
+    from kvpack.live.steps import TritonSteps
     from support.interpreter import DEVICE, INTERPRETED
 
     if INTERPRETED:
         monkeypatch.setenv(dispatch.VARIABLE, "triton")
     found_by_steps = []
-    attend = Steps.attend
-    monkeypatch.setattr(Steps, "attend", lambda *given, **options: found_by_steps.append(attend(*given, **options)) or found_by_steps[-1])
+    attend = TritonSteps.attend
+    monkeypatch.setattr(
+        TritonSteps, "attend", lambda *given, **options: found_by_steps.append(attend(*given, **options)) or found_by_steps[-1]
+    )
     live = LiveCache("k=octahedral:b=2;v=scalar:b=4;tail=8", layers=1)
     live.update(0, *(torch.randn(4, 2, 20, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE) for _ in "kv"))
     live.roll()

@@ -73,8 +73,9 @@ def merge(
     first_part = tl.where(block < second_block, first_part, second_part)
     last_part = tl.where(block < second_block, second_part, last_part)
     if DEPENDENT:
-        gdc_wait()
+        # The next kernel may begin, and waits until this one has ended.
         gdc_launch_dependents()
+        gdc_wait()
     part = tl.arange(0, BLOCK_PARTS)
     largest_score = tl.full((), NO_SCORE, tl.float32)
     weight_sum = tl.zeros((), tl.float32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -253,10 +254,14 @@ def build_work(
     A program processes its tokens in steps of ``tile`` tokens. Every query sees all tokens in the range ``whole``. Tensors whose addresses
     are in the table are appended to ``keep_alive``.
     """
-    tokens = sum(segment.tokens for segment in segments)
+    cuts = [any(_may_end_inside_word(side, tiles) for side, tiles in ((segment.k, k_tiles), (segment.v, v_tiles))) for segment in segments]
+    # A masked last tile costs more than others.
+    weights = [
+        -(-segment.tokens // tile) + (MASKED_TILES if segment.tokens % tile or cut_words else 0)
+        for segment, cut_words in zip(segments, cuts, strict=True)
+    ]
     work: list[numpy.ndarray[Any, numpy.dtype[numpy.int64]]] = []
-    for segment in segments:
-        cut_words = any(_may_end_inside_word(side, tiles) for side, tiles in ((segment.k, k_tiles), (segment.v, v_tiles)))
+    for segment, cut_words, weight, share in zip(segments, cuts, weights, share_programs(weights, programs), strict=True):
         stream_addresses = addresses.stream_addresses(segment.k.streams, k_tiles.streams, keep_alive)
         stream_addresses += addresses.stream_addresses(segment.v.streams, v_tiles.streams, keep_alive)
         mean_offset = 0
@@ -264,11 +269,8 @@ def build_work(
             # A segment may begin anywhere in a page.
             mean_offset = segment.k.start % k_tiles.means.tokens
             stream_addresses += addresses.stream_addresses(segment.k.streams, k_tiles.means.streams, keep_alive)
-        # Choose the number of programs in proportion to the segment's tokens. All have equally many tiles, except for the cost of a masked
-        # last tile.
         tiles = -(-segment.tokens // tile)
-        program_count = max(1, min(tiles, segment.tokens * programs // tokens))
-        weight = tiles + (MASKED_TILES if segment.tokens % tile or cut_words else 0)
+        program_count = min(tiles, share)
         start = numpy.unique(numpy.minimum(weight * numpy.arange(program_count, dtype=numpy.int64) // program_count, tiles - 1)) * tile
         count = numpy.minimum(numpy.append(start[1:], tiles * tile), segment.tokens) - start
         first = segment.first + start
@@ -282,6 +284,21 @@ def build_work(
         rows[:, FIRST_ADDRESS.value :] = stream_addresses
         work.append(rows)
     return numpy.concatenate(work)
+
+
+def share_programs(weights: list[int], programs: int) -> list[int]:
+    """Return the number of programs for each segment of ``weights`` tiles, at least 1, so that the longest program is short.
+
+    No program processes two segments, so shares that are only proportional would leave some programs much longer than others.
+    """
+    shares = [1] * len(weights)
+    longest: list[tuple[float, int]] = [(-weight, index) for index, weight in enumerate(weights)]
+    heapify(longest)
+    for _ in range(programs - len(weights)):
+        index = longest[0][1]
+        shares[index] += 1
+        heapreplace(longest, (-weights[index] / shares[index], index))
+    return shares
 
 
 def _may_end_inside_word(segment: SideSegment, tiles: Tiles) -> bool:

@@ -133,12 +133,15 @@ def rotate_sums(
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     channel = tl.arange(0, BLOCK_DIM)
     matrix += sequence % matrices * FRAME_DIM * DIM
+    # No kernel writes the matrix, so its first part may be loaded before the previous kernel ends.
+    weights = load_matrix_columns(matrix, column, DIM, FRAME_DIM, BLOCK_DIM)
     if DEPENDENT:
         gdc_wait()
     product = tl.zeros((BLOCK_COLUMNS, ROWS), tl.float32)
     # Operands of longer products would not fit in a warp's registers.
-    for begin in range(0, FRAME_DIM, BLOCK_DIM):
-        weights = load_matrix_columns(matrix + begin * DIM, column, DIM, FRAME_DIM - begin, BLOCK_DIM)
+    for begin in tl.static_range(0, FRAME_DIM, BLOCK_DIM):
+        if begin > 0:
+            weights = load_matrix_columns(matrix + begin * DIM, column, DIM, FRAME_DIM - begin, BLOCK_DIM)
         mask = (channel < FRAME_DIM - begin)[:, None] & (sequence_row < count)[None, :]
         values = tl.load(sums + row[None, :] * FRAME_DIM + begin + channel[:, None], mask, 0.0)
         product = tl.dot(weights, values, product, input_precision="tf32x3")

@@ -97,7 +97,16 @@ def test_programs_with_many_pages_of_means_fill_their_rounds() -> None:
 
     shape = LaunchShape(warps=2, tiles=1, tokens=32, stages=3, programs=4)
     assert plan.choose_programs(shape, 140_000, 64, 8, 132) == 66
-    assert plan.choose_programs(shape, 140_000, 64, 8, 132, least=69) == 132
+    assert plan.choose_programs(shape, 140_000, 64, 8, 132, min_programs=69) == 132
+
+
+@pytest.mark.kernels
+def test_programs_are_shared_among_the_segments_between_raw_tokens() -> None:
+    from kvpack.kernels.attend import plan
+
+    assert plan.share_programs([2048], 66) == [66]
+    assert plan.share_programs([93, 161], 8) == [3, 5]
+    assert plan.share_programs([7, 1, 1], 2) == [1, 1, 1]
 
 
 @pytest.mark.scenario

@@ -31,6 +31,23 @@ MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """CUDA driver constant CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 
 
+_find_dependencies = triton.runtime.jit.DependenciesFinder
+_update_hash = _find_dependencies._update_hash
+
+
+def _update_hash_in_order(self: Any, function: Any) -> None:
+    """Compute the key of a called ``function`` before its constants are read, as Triton 3.9 does.
+
+    Earlier versions leave its constants out of the caller's key if no key of the called function was computed before, so the keys of a
+    kernel, and with them its compiled code, depend on the order of a process's launches.
+    """
+    _ = function.cache_key
+    _update_hash(self, function)
+
+
+_find_dependencies._update_hash = _update_hash_in_order
+
+
 def check_assumption(holds: bool, expected: str, result: object) -> None:
     """Raise KvpackError unless an assumption about Triton ``holds``. The message contains the ``expected`` and the actual ``result``."""
     if not holds:

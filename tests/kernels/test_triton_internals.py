@@ -211,3 +211,18 @@ def test_cached_launches_give_the_same_results_as_triton(monkeypatch: pytest.Mon
         launch(sum_planes_kernel, 1, x.device, out, planes, count, None, COUNT=64)
         assert float(out) == sum(float(plane[:count].sum()) for plane in planes)
     assert len(bound) == 3
+
+
+def test_keys_of_code_do_not_depend_on_the_order_of_launches() -> None:
+    """Otherwise, a process would not find the kernels that another one compiled."""
+    from kvpack.kernels.attend import means
+
+    def forget_keys() -> None:
+        for function in (means.load_means, means._page_numbers):
+            function.hash, function.used_global_vals = None, {}
+
+    forget_keys()
+    key = means.load_means.cache_key
+    forget_keys()
+    _ = means._page_numbers.cache_key
+    assert means.load_means.cache_key == key

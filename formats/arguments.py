@@ -25,7 +25,7 @@ def describe(value: Any) -> str:
         return f"{value!r:.{_MAX_SHOWN}}"
     if isinstance(value, int):
         # Python refuses to convert huge integers to decimal digits.
-        return str(value) if -(2**63) <= value < 2**64 else f"an integer of {value.bit_length()} bits"
+        return str(value) if -(2**63) <= value < 2**64 else f"a {value.bit_length()}-bit integer"
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if isinstance(shape, tuple) and dtype is not None:
         return f"a {type(value).__name__} of {dtype} {list(shape)}"

@@ -109,7 +109,7 @@ def stored_norm(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
         raise ValueTooLarge(
             f"{name} at {at} is {values[tuple(at)].item():.6g}, but the largest "
             f"{'float16 value is 65504' if half else 'float32 value is 3.40282e+38'}: "
-            "scale the input, or choose fp32 norms or a raw codec"
+            f"scale the input, or choose {'fp32 norms or ' if half else ''}a raw codec"
         )
     return values.to(torch.float16 if half else torch.float32)
 

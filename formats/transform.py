@@ -184,7 +184,7 @@ class Transform(CodecFamily):
             if rope.longest is not None and position + tokens > rope.longest:
                 raise ValueTooLarge(
                     f"the sequence has {position + tokens} tokens, but the basis covers sequences of at most {rope.longest} tokens, "
-                    "because the model's RoPE uses other frequencies for longer ones: choose another codec for keys"
+                    "because the model's RoPE uses different frequencies for longer ones: choose another codec for keys"
                 )
             # Any position decodes correctly, but only the true one gives similar keys to similar tokens. Token groups do not wrap around.
             position %= _POSITIONS

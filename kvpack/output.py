@@ -119,7 +119,7 @@ def _progress_lines(label: str) -> Progress:
         if elapsed >= due and 0 < done < total:
             due = elapsed * _LINE_SPACING
             taken, left = (timedelta(seconds=round(seconds)) for seconds in (elapsed, elapsed * (total - done) / done))
-            print(f"{label}: {100 * done // total} % after {taken}, about {left} left", file=sys.stderr, flush=True)
+            print(f"{label}: {100 * done // total}% after {taken}, about {left} left", file=sys.stderr, flush=True)
 
     return update
 

@@ -398,7 +398,7 @@ class _Measurement:
         for recipe in self.recipes:
             written.append(generated.measure_generation(self.model, exact, recipe, path, self.sizes.step, self.seed))
             self._count_step()
-        self._show_results("share of generated tokens that changed", (f"{100 * effect.changed:.1f} %" for effect in written))
+        self._show_results("share of generated tokens that changed", (f"{100 * effect.changed:.1f}%" for effect in written))
         return written
 
     def _show_results(self, label: str, results: Iterable[str]) -> None:

@@ -208,9 +208,9 @@ def report_table(report: dict[str, Any]) -> tuple[str, list[str], list[list[str]
     """Return the title, the columns and the rows of the report's table, without empty columns."""
     exact, reference = report["uncompressed"], report["reference"]
     columns = [
-        "recipe", "bits per\nvalue", "smaller\nthan bf16", "nominal\nbits", "perplexity", "change in log\nperplexity", "95 %\n+-",
-        "KL\n(nats)", "95 %\n+-", f"x {reference or ''}", "95 %\ninterval", "same\nchoice", "attention\nerror", "needles\nright",
-        "95 %\ninterval", "encode\ns", "load\nms",
+        "recipe", "bits per\nvalue", "smaller\nthan bf16", "nominal\nbits", "perplexity", "change in log\nperplexity", "95%\n+-",
+        "KL\n(nats)", "95%\n+-", f"x {reference or ''}", "95%\ninterval", "same\nchoice", "attention\nerror", "needles\nright",
+        "95%\ninterval", "encode\ns", "load\nms",
     ]  # fmt: skip
     bits = f"{report['uncompressed_bits']:.2f}"
     rows = [["uncompressed", bits, "", "", f"{exact['perplexity']:.4f}", *[""] * 8, *_recall_cells(exact["needles"]), "", ""]]
@@ -260,7 +260,7 @@ def verdict(report: dict[str, Any]) -> list[str]:
         left = [name for name in left if name not in names]
         if names:
             share = 100 * math.sqrt(limit / 2)
-            lines.append(f"{', '.join(names)}: {meaning} (KL of at most {limit}, so up to about {share:.0f} % of tokens).")
+            lines.append(f"{', '.join(names)}: {meaning} (KL of at most {limit}, so up to about {share:.0f}% of tokens).")
     if left:
         lines.append(f"{', '.join(left)}: many tokens change.")
     for name in (row["recipe"] for row in report["recipes"] if row["recipe"] not in losing):
@@ -319,8 +319,8 @@ def sizes_text(settings: dict[str, Any]) -> str:
 
 
 def _show_other_text(other: dict[str, Any], reference: str | None, bits: int) -> None:
-    columns = ["recipe", "bits per\nvalue", "smaller\nthan bf16", "perplexity", "change in log\nperplexity", "95 %\n+-"]
-    columns += ["KL\n(nats)", "95 %\n+-", f"x {reference or ''}", "95 %\ninterval", "same\nchoice"]
+    columns = ["recipe", "bits per\nvalue", "smaller\nthan bf16", "perplexity", "change in log\nperplexity", "95%\n+-"]
+    columns += ["KL\n(nats)", "95%\n+-", f"x {reference or ''}", "95%\ninterval", "same\nchoice"]
     rows = [["uncompressed", f"{bits:.2f}", "", f"{other['uncompressed']['perplexity']:.4f}", *[""] * 7]]
     rows += [[row["recipe"], *_size_cells(row), *_predicted_cells(row)] for row in other["recipes"]]
     rows.append(["past forgotten", "0.00", "", *_predicted_cells(other["forgotten"])])
@@ -329,7 +329,7 @@ def _show_other_text(other: dict[str, Any], reference: str | None, bits: int) ->
 
 def _show_needles(report: dict[str, Any]) -> None:
     series = [("uncompressed", report["uncompressed"]["needles"]), *((row["recipe"], row["needles"]) for row in report["recipes"])]
-    depths = [f"{100 * part['from']:.0f} to {100 * part['to']:.0f} %" for part in series[0][1]["by_depth"]]
+    depths = [f"{100 * part['from']:.0f} to {100 * part['to']:.0f}%" for part in series[0][1]["by_depth"]]
     lengths = [f"{part['tokens']:,} tokens" for part in series[0][1]["by_length"]]
     rows = [
         [name, *(f"{part['right']} of {part['asked']}" for part in (*needles["by_depth"], *needles["by_length"]))]
@@ -348,7 +348,7 @@ def _show_generated(report: dict[str, Any]) -> None:
         effect = written[row["recipe"]]
         first = "-" if effect["first"] is None else f"{effect['first']:,}"
         cells = [f"{divergence:.4f}" for divergence in effect["kl_divergences"]]
-        rows.append([row["recipe"], *cells, f"{100 * effect['changed']:.1f} %", first])
+        rows.append([row["recipe"], *cells, f"{100 * effect['changed']:.1f}%", first])
     columns = ["recipe", *(f"KL to\n{size * (number + 1):,}" for number in range(len(part))), "changed\ntokens", "before\nthe first"]
     print_table(f"{report['settings']['generated']:,} tokens that the uncompressed model generated", columns, rows)
     print("Changed: with the same random numbers, another token would have been drawn.")
@@ -363,7 +363,7 @@ def _predicted_cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['kl_divergence']:.5f}",
         _half_width(divergences),
         *_ratio_cells(row.get("of_reference")),
-        f"{100 * row['same_choices']:.1f} %",
+        f"{100 * row['same_choices']:.1f}%",
     )
 
 
@@ -382,4 +382,4 @@ def _recall_cells(recall: dict[str, Any] | None) -> tuple[str, str]:
     if recall is None:
         return "", ""
     low, high = recall["interval"]
-    return f"{recall['right']} of {recall['asked']}", f"{100 * low:.0f}-{100 * high:.0f} %"
+    return f"{recall['right']} of {recall['asked']}", f"{100 * low:.0f}-{100 * high:.0f}%"

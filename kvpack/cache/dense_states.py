@@ -156,7 +156,9 @@ def _refuse_other_contents(value: Any, where: str, known_classes: set[str], expe
     if states or _class_names(value) - known_classes:
         description = f"{where} is a {type(value).__name__}" if where else f"the cache is a {type(value).__name__}"
         contents = f"its {' and '.join(states)}" if states else "a cache of this class"
-        raise InvalidParameter(f"{description}: {contents} cannot be packed, because kvpack packs only keys and values")
+        raise InvalidParameter(
+            f"{description}: {contents} cannot be packed: pack a cache that contains only keys, values and recurrent states"
+        )
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:

@@ -118,11 +118,11 @@ class Loss(NamedTuple):
 
 
 _EFFECTS = {
-    HEADS: ("large", "other heads, which share its token scale", "makes the scale {:.3g} times too large for another"),
-    TOKENS: ("large", "other tokens, which share scales of a group with it", "is {:.3g} times as large as usual"),
-    _OWN: ("large", "its own values, which the codec fits badly", "has {:.3g} times the typical error"),
-    _RUN: ("large", "other tokens, which share a scale of the run with it", "makes the scale {:.3g} times too large for another"),
-    _SMALL: ("small", "its own values, whose norms round to 0 in 8 bits", "has a norm {:.3g} times too small"),
+    HEADS: ("large", "other heads, which share its token scale,", "makes the scale {:.3g} times too large for another"),
+    TOKENS: ("large", "other tokens, which share scales of a group with it,", "is {:.3g} times as large as usual"),
+    _OWN: ("large", "its own values, which the codec represents poorly,", "has {:.3g} times the typical error"),
+    _RUN: ("large", "other tokens, which share a scale of the run with it,", "makes the scale {:.3g} times too large for another"),
+    _SMALL: ("small", "its own values, whose norms round to 0 in 8 bits,", "has a norm {:.3g} times too small"),
 }
 """For each kind of poor fit: the size of the head, a phrase about what loses precision, and a phrase about the worst token."""
 
@@ -261,7 +261,7 @@ def warn_of_poor_fits(poor_fits: Sequence[PoorFit], stacklevel: int = 2) -> None
     if all(one.rare for one in poor_fits):
         remedy += ", or add raw=4,0.5,4, which keeps such tokens raw"
     warnings.warn(
-        f"{worst.where}: in {worst.count} of {worst.tokens} tokens, one head is so {size} that {which}, lose precision. "
+        f"{worst.where}: in {worst.count} of {worst.tokens} tokens, one head is so {size} that {which} lose precision. "
         f"In the worst, token {worst.token} of sequence {worst.sequence}, head {worst.head} {effect.format(worst.factor)}{others}. "
         f"To avoid this, {remedy}",
         KvpackWarning,

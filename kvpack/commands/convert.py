@@ -37,7 +37,7 @@ def add_writing(parser: argparse.ArgumentParser, *, compresses: str = "no") -> N
     parser.add_argument(
         "--compress",
         action=argparse.BooleanOptionalAction,
-        help=f"compress tensors with zstd if that saves 3 %% or more (default: {compresses})",
+        help=f"compress tensors with zstd if that saves 3%% or more (default: {compresses})",
     )
     parser.add_argument("--durable", action="store_true", help="return only after the file has been flushed to the disk")
     add_force(parser)

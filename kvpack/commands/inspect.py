@@ -93,7 +93,7 @@ def _print(summary: dict[str, Any]) -> None:
     print_table(
         "bytes by stream",
         ["stream", "bytes", "share"],
-        ([name, bytes_text(count), f"{100 * count / summary['bytes']:.1f} %"] for name, count in summary["streams"].items() if count),
+        ([name, bytes_text(count), f"{100 * count / summary['bytes']:.1f}%"] for name, count in summary["streams"].items() if count),
     )
 
 

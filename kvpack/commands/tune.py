@@ -16,8 +16,8 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
         help="find the best recipe for a model within a budget of bits",
-        description="Choose a codec for every layer and side of a model within a budget of bits, by the model's own predictions over "
-        "packed files of its KV caches, and write a recipe file.",
+        description="Choose a codec for the keys and for the values of every layer within a budget of bits, by the model's own "
+        "predictions over packed files of its KV caches, and write a recipe file.",
     )
     parser.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--text", metavar="FILE", help=TEXT_HELP)

@@ -397,9 +397,9 @@ def show(report: dict[str, Any]) -> None:
         )
     elif not report["balanced"]:
         print("no balanced frames: the model computes attention itself, so kvpack cannot observe its queries")
-    left_out = f"{100 * report['raw']:.2f} % of the tokens omitted, which caches keep raw: the first, and those whose keys have a low norm"
+    left_out = f"{100 * report['raw']:.2f}% of the tokens omitted, which caches keep raw: the first, and those whose keys have a low norm"
     share = report["raw_attention"]
-    print(left_out if share is None else f"{left_out}; they get {100 * share:.1f} % of the attention weight")
+    print(left_out if share is None else f"{left_out}; they get {100 * share:.1f}% of the attention weight")
     if report["without_frames"]:
         print(f"no frames for the transform codec: {report['without_frames']}")
     for rate in report["transform"]:

@@ -25,7 +25,7 @@ def show(report: dict[str, Any]) -> None:
         "KL, held-out\nwindows",
         "perplexity,\nheld out",
         "change in log\nperplexity",
-        "95 %\n+-",
+        "95%\n+-",
     ]
     rows = [["uncompressed", "32.00", "", "", f"{report['tuned']['held_out']['uncompressed_perplexity']:.4f}", "", ""]]
     rows += [_cells(name, report[key]) for name, key in ((uniform_label(report), "uniform"), ("tuned", "tuned")) if report[key] is not None]
@@ -84,5 +84,5 @@ def _verdict(report: dict[str, Any]) -> str:
     interval = comparison["interval"]
     if comparison["verdict"] == "worse":
         return f"Tuning does not pay here: {losses}. Use {same}."
-    spread = "one window gives no interval" if interval is None else f"95 % interval {interval[0]:+.5f} to {interval[1]:+.5f}"
+    spread = "one window gives no interval" if interval is None else f"95% interval {interval[0]:+.5f} to {interval[1]:+.5f}"
     return f"The result is inconclusive: {losses} ({spread}), compared with {same}. A larger --held-out may decide it."

@@ -122,7 +122,7 @@ CALLS: dict[str, Call] = {
     "no query": (lambda: kvpack.attend(Q[:, :, :0], CACHE[0]), InvalidParameter, "expected at least one query"),
     "a sparse q": (lambda: kvpack.attend(Q.to_sparse(), CACHE[0]), InvalidType, r"layout torch.sparse_coo.*q.to_dense\(\)"),
     "causal of text": (lambda: kvpack.attend(Q, CACHE[0], causal="no"), InvalidType, "causal is 'no', expected True or False"),
-    "a huge window": (lambda: kvpack.attend(Q, CACHE[0], sliding_window=2**70), InvalidParameter, "is an integer of 71 bits, expected"),
+    "a huge window": (lambda: kvpack.attend(Q, CACHE[0], sliding_window=2**70), InvalidParameter, "is a 71-bit integer, expected"),
     "scale of text": (lambda: kvpack.attend(Q, CACHE[0], scale="1"), InvalidType, "scale is '1', expected a number"),
     "softcap of text": (lambda: kvpack.attend(Q, CACHE[0], softcap="30"), InvalidType, "softcap is '30', expected a number"),
     "window of text": (

@@ -819,8 +819,8 @@ def test_progress_without_a_terminal_is_a_few_lines(monkeypatch: pytest.MonkeyPa
             clock[0] += 1.0
             callback(done, 100)
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(",")[0] for line in lines] == [f"tune: {n} % after 0:{n // 60:02}:{n % 60:02}" for n in (10, 15, 23, 35, 53, 80)]
-    assert lines[0] == "tune: 10 % after 0:00:10, about 0:01:30 left"
+    assert [line.split(",")[0] for line in lines] == [f"tune: {n}% after 0:{n // 60:02}:{n % 60:02}" for n in (10, 15, 23, 35, 53, 80)]
+    assert lines[0] == "tune: 10% after 0:00:10, about 0:01:30 left"
 
 
 def test_a_terminal_without_unicode_is_supported(file: Path) -> None:

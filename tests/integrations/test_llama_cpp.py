@@ -247,7 +247,7 @@ def test_blocks_are_never_reencoded(tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match=r"are quantized \(q8_0 and fp16\), which kvpack stores unchanged: use the 'raw' recipe"):
         import_slot(path, "octopus-4", kv_heads=2)
     cache = import_slot(path, kv_heads=2)
-    with pytest.raises(InvalidParameter, match=r"dtype is 'fp16', but the cache holds 'q8_0 keys beside values of fp16'"):
+    with pytest.raises(InvalidParameter, match=r"dtype is 'fp16', but the cache holds quantized llama.cpp blocks"):
         export_slot(cache, tmp_path / "out.bin", dtype="fp16")
     for recipe in ("fp32", "kv=group:b=8,g=32,axis=channel", "kv=group:b=8,g=32,axis=channel,token_scale=fp16"):
         changed = cache.convert(recipe)

@@ -283,10 +283,13 @@ def _quantized_types(cache: Cache, dtype: str | None) -> tuple[str | None, str |
         return None, None
     if dtype is not None:
         raise InvalidParameter(
-            f"dtype is {dtype!r}, but the cache holds {dtype_name!r} of llama.cpp, which is always written unchanged: omit dtype"
+            f"dtype is {dtype!r}, but the cache holds quantized llama.cpp blocks ({dtype_name!r}), which are always written unchanged: "
+            "omit dtype"
         )
     if not {keys, values} <= {*QUANTIZED, *TYPES, ""}:
-        raise InvalidParameter(f"the cache holds {dtype_name!r:.80} of llama.cpp, which kvpack does not write: update kvpack")
+        raise InvalidParameter(
+            f"the cache holds quantized llama.cpp blocks ({dtype_name!r:.80}), which this version of kvpack cannot write: upgrade kvpack"
+        )
     return keys, values or None
 
 

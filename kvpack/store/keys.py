@@ -55,7 +55,8 @@ def token_bytes(token_ids: Any) -> bytes:
     # An empty list or tensor has a floating-point dtype by default.
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise InvalidParameter(
-            f"token_ids has dtype {ids.dtype} and shape {list(ids.shape)}, expected integers of shape [token] or [1, token]"
+            f"token_ids has dtype {ids.dtype} and shape {list(ids.shape)}, expected integers of shape [token] or [1, token], such as "
+            "tokenizer(text)['input_ids']"
         )
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) <= _MAX_ID:
         raise InvalidParameter(f"token_ids ranges from {ids.min()} to {ids.max()}, expected integers from 0 to {_MAX_ID}")

@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from kvpack.coding.recipes import basis_digest, parse_recipe
-from kvpack.formats.arguments import as_integer, describe
+from kvpack.formats.arguments import as_integer, checked_device, describe
 from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.identity import Identity, states_key
 from kvpack.identity.rope import longest_sequence
@@ -180,6 +180,8 @@ class Store:
         """
         ids = token_bytes(token_ids)
         digests = check_inputs(inputs, ids, self.chunk)
+        if str(device) != "cpu":
+            device = checked_device(device)
         keys = chunk_keys(self._root, ids, self.chunk, digests)
         self._counters.add("loads")
         self._counters.add("load_tokens", len(keys) * self.chunk)

@@ -279,9 +279,9 @@ FLUSH_SECONDS = 30.0
 
 
 class WriteBackQueue:
-    """A queue of entries to write. A thread calls ``write(chain, entry, now_ns)`` in the order of ``add``. Safe to use from any thread.
+    """A queue of entries to write. A thread calls ``write(chain, entry, now_ns)`` in the order of ``add``, and ends with the last entry.
 
-    After a fork, the child's queue is empty, and the parent still writes its entries.
+    Safe to use from any thread. After a fork, the child's queue is empty, and the parent still writes its entries.
     """
 
     _queue: OrderedDict[bytes, tuple[Sequence[bytes], bytes, int]]
@@ -305,9 +305,9 @@ class WriteBackQueue:
             self._queue[chain[-1]] = (chain, data, now_ns)
             self._bytes += len(data)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvpack-write-back", daemon=True)
+                # Not a daemon: a program that ends without closing the store waits for its entries.
+                self._thread = threading.Thread(target=self._run, name="kvpack-write-back")
                 self._thread.start()
-            self._condition.notify_all()
 
     def cancel(self, keys: Iterable[bytes]) -> None:
         """Drop the queued entries of ``keys``. If one of them is being written, wait for that to finish."""
@@ -330,18 +330,14 @@ class WriteBackQueue:
             self._counters.add("dropped_writes", len(self._queue))
             self._queue.clear()
             self._bytes = 0
-            self._thread = None
-            self._condition.notify_all()
 
     def _run(self) -> None:
-        thread = threading.current_thread()
         while True:
             with self._condition:
                 self._writing = None
                 self._condition.notify_all()
-                while not self._queue and self._thread is thread:
-                    self._condition.wait()
-                if self._thread is not thread:
+                if not self._queue:
+                    self._thread = None
                     return
                 self._writing, (chain, data, now_ns) = self._queue.popitem(last=False)
             try:

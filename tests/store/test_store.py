@@ -101,6 +101,8 @@ def test_a_longer_cache_adds_only_new_chunks(tmp_path: Path) -> None:
 
 def test_chunks_loaded_to_a_device_are_one_run(tmp_path: Path) -> None:
     store, ids = open_store(tmp_path, dataclasses.replace(IDENTITY, recipe="octopus-3")), prompt(3)
+    with pytest.raises(InvalidParameter, match="device is 'gpu', expected"):
+        store.load(ids, device="gpu")
     whole = save(store, ids)
     count, found = store.load(ids, device="cpu:0")
     assert found is not None

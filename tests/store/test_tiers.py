@@ -283,9 +283,8 @@ def test_entries_refused_by_the_first_tier_are_not_postponed(tmp_path: Path) -> 
 
 def _in_child(store: kvpack.Store, results: Any) -> None:
     ids = prompt(2, seed=7)
-    found = (store.load(prompt(2))[0], store.save(ids, cache(len(ids))))
-    store.close()
-    results.put((*found, store.load(ids)[0]))
+    # The store is not closed: the process ends when the queued entries are written.
+    results.put((store.load(prompt(2))[0], store.save(ids, cache(len(ids))), store.load(ids)[0]))
 
 
 def test_a_store_works_in_a_forked_process(tmp_path: Path) -> None:

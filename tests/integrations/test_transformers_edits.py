@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.func import functional_call
 
 import kvpack
 from kvpack.errors import InvalidParameter, KvpackWarning
@@ -299,6 +300,9 @@ def test_untraceable_changes_of_weights_between_passes_are_recorded() -> None:
     with torch.inference_mode(), KvpackCache(model, "raw") as cache:
         model(IDS, past_key_values=cache)
         first = cache.packed
+        functional_call(model, {name: 2 * x for name, x in model.named_parameters()}, (FOLLOWING,), {"past_key_values": cache})
+        assert cache.packed.inputs.undetermined == ("tokens 40 to 44 were computed after the model's weights changed",)
+        cache.crop(-FOLLOWING.shape[1])
         model(FOLLOWING, past_key_values=cache)
         assert cache.packed.inputs.undetermined == ()
         one_bit_through_data(model)

@@ -6,7 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     import torch
 
@@ -41,35 +41,36 @@ class ModelState:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._modes, self._tensors = (active_adapters(model), model.training), _tensor_versions(model)
-        trained_first = sorted(_distinct_parameters(model), key=lambda parameter: not parameter.requires_grad)
-        self._versions = [(weakref.ref(parameter), _version(parameter)) for parameter in trained_first]
+        self._modes = active_adapters(model), model.training
+        self._parameters, self._buffers = _versions(model, "_parameters"), _versions(model, "_buffers")
+        owners = {id(x): (module, name, x) for module in iterate_modules(model) for name, x in module._parameters.items() if x is not None}
+        trained_first = sorted(owners.values(), key=lambda owner: not owner[2].requires_grad)[:MAX_CHECKED_PARAMETERS]
+        self._checked = [(weakref.ref(module), name, _version(x)) for module, name, x in trained_first]
 
     def matches(self, model: torch.nn.Module) -> bool:
         """Return False if ``model`` may have changed since the summary was created."""
         # Tensors that were created in inference mode have no versions, so nothing shows that their values are the same.
-        if any(x.is_inference() for x in _model_tensors(model)):
+        if any(version is None for _, version, _ in (*self._parameters, *self._buffers)):
             return False
-        return self._modes == (active_adapters(model), model.training) and self._tensors == _tensor_versions(model)
+        return (
+            self._modes == (active_adapters(model), model.training)
+            and not self.has_other_weights(model)
+            and self._buffers == _versions(model, "_buffers")
+        )
 
-    def has_other_weights(self, first_only: bool = False) -> bool:
-        """Return True if parameters have changed. With ``first_only``, only the first ``MAX_CHECKED_PARAMETERS`` are checked."""
-        for kept, version in self._versions[:MAX_CHECKED_PARAMETERS] if first_only else self._versions:
-            if (parameter := kept()) is None or _version(parameter) != version:
-                return True
-        return False
+    def has_other_weights(self, model: torch.nn.Module, first_only: bool = False) -> bool:
+        """Return True if parameters have changed or been replaced. With ``first_only``, only ``MAX_CHECKED_PARAMETERS`` are checked."""
+        if not first_only:
+            return self._parameters != _versions(model, "_parameters")
+        return any(
+            (module := kept()) is None or (x := module._parameters.get(name)) is None or _version(x) != version
+            for kept, name, version in self._checked
+        )
 
 
-def _tensor_versions(model: torch.nn.Module) -> list[tuple[Any, ...]]:
-    """Return the versions of all parameters and buffers. They are in the order of the modules, so that a swap is detected."""
-    return [_version(x) for x in _model_tensors(model)]
-
-
-def _model_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    for module in iterate_modules(model):
-        for x in (*module._parameters.values(), *module._buffers.values()):
-            if x is not None:
-                yield x
+def _versions(model: torch.nn.Module, kind: str) -> list[tuple[Any, ...]]:
+    """Return the versions of all parameters or buffers. They are in the order of the modules, so that a swap is detected."""
+    return [_version(x) for module in iterate_modules(model) for x in getattr(module, kind).values() if x is not None]
 
 
 def _layer_state(layer: Any) -> tuple[Any, ...]:
@@ -89,10 +90,6 @@ def iterate_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             seen.add(id(module))
             yield module
             waiting += [child for child in reversed(module._modules.values()) if child is not None]
-
-
-def _distinct_parameters(model: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
-    return {id(x): x for module in iterate_modules(model) for x in module._parameters.values() if x is not None}.values()
 
 
 def _version(x: torch.Tensor) -> tuple[Any, ...]:

@@ -238,9 +238,9 @@ class Tracking(GenerateChecks):
         model, seen = None if self._watched is None else self._watched(), self._passes.current
         if model is None or seen is None or self._first is None or self._latest is None or self._latest.state is None:
             return
-        state, unused = self._latest.state, self._is_unused
+        state, unused, inner = self._latest.state, self._is_unused, outermost_model(model)
         few = seen.ids is not None and seen.ids.shape[1] == 1
-        has_changed = not state.matches(outermost_model(model)) if unused else state.has_other_weights(first_only=few)
+        has_changed = not state.matches(inner) if unused else state.has_other_weights(inner, first_only=few)
         if has_changed and self._first.weights and (current := name_model(model)).identity_fields:
             changed = self._first_changed_field(current)
             if unused and changed:
@@ -262,7 +262,7 @@ class Tracking(GenerateChecks):
         if self._latest is None or self._first is None or self._latest.state is None or not self._latest.weights:
             return
         # Every pass checks a few weights. If they differ, they have changed since the last pass.
-        if self._latest.state.has_other_weights(first_only=True):
+        if self._latest.state.has_other_weights(outermost_model(model), first_only=True):
             return
         if current_weights_digest(model) != self._latest.weights:
             self.record.note(self._verified, "may have been computed after the model's weights changed")

@@ -99,7 +99,7 @@ class FrameMap(ValueMap):
         return f"{self.frame} frames of the keys of layer {self.layer} of the basis {self.basis.hex()}"
 
     def source_for(self, heads: int) -> BalancedFrames:
-        """Return the frames for ``heads`` heads. Raises MissingBasis without a basis, and InvalidParameter for another number of heads."""
+        """Return the frames for ``heads`` heads. Raises MissingBasis without a basis, or InvalidParameter for a wrong number of heads."""
         if self.source is None:
             raise missing_basis_error(self.basis_location)
         try:

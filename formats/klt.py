@@ -218,7 +218,7 @@ class Klt(CodecFamily):
     def source_for(self, heads: int) -> BasisRows:
         """Return the basis rows for ``heads`` heads.
 
-        Raises MissingBasis without a basis, and InvalidParameter for another number of heads.
+        Raises MissingBasis without a basis, and InvalidParameter for a different number of heads.
         """
         if self.source is None:
             raise missing_basis_error(self.basis_location)

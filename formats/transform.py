@@ -151,7 +151,7 @@ class Transform(CodecFamily):
         return {"words": (pairs[..., 0] + (pairs[..., 1] << 16)).sum(1).T}
 
     def source_for(self, heads: int) -> Frames:
-        """Return the frames for ``heads`` heads. Raises MissingBasis without a basis, and InvalidParameter for another number of heads."""
+        """Return the frames for ``heads`` heads. Raises MissingBasis without a basis, or InvalidParameter for a wrong number of heads."""
         if self.source is None:
             raise missing_basis_error(self.basis_location)
         try:

@@ -49,7 +49,7 @@ _NO_SYMBOL = tl.constexpr(TOTAL | _MAX_UINT32 // TOTAL << 32)
 
 
 def encode(codec: Lossless, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` into ``output``. Returns False for values of another dtype, for rows that are too long, and for engine pages.
+    """Encode ``x`` into ``output``. Returns False for values of a different dtype, for rows that are too long, and for engine pages.
 
     ``output`` must contain the frequencies of the preceding tokens, or 0 if there are none. Waits for the device.
     """

@@ -151,7 +151,7 @@ def _search(
         cost = tl.where((window >> BITS) == shared, cost, float("inf"))
     # Wait until every lane has stored its paths.
     tl.debug_barrier()
-    # Do not use argmin of reshaped costs: Triton 3.6 compiles it with another order of indices.
+    # Do not use argmin of reshaped costs: Triton 3.6 compiles it with a different order of indices.
     best = tl.min(tl.min(tl.min(cost, 2), 1), 0)
     return tl.min(tl.min(tl.min(tl.where(cost == best, window, STATES), 2), 1), 0)
 

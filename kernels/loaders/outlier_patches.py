@@ -97,8 +97,8 @@ def _store_ptx(first: int, tokens: int, transposed: bool, constants: OutlierCons
     The patch begins with tile ``first``. If columns are in channel order, the entry contains only the column of its first value, and the
     other three are in the next columns. Otherwise, the entry contains four 16-bit columns.
     """
-    width, components, together = constants.width, constants.components, constants.together
-    columns = together * width
+    width, components, patch_tiles = constants.width, constants.components, constants.patch_tiles
+    columns = patch_tiles * width
     if transposed:
         at = f"mad.lo.u32 at, column, {2 * tokens}, $1;"
     else:
@@ -116,7 +116,7 @@ def _store_ptx(first: int, tokens: int, transposed: bool, constants: OutlierCons
             stores += f"xor.b32 at, line, {apart ^ apart >> 3 & 0x70}; add.u32 at, at, base; @real st.shared.b16 [at], value{number};"
     else:
         stores = "mov.b64 {column0, column1, column2, column3}, $3;"
-        for number in sorted({number for tile in components[first : first + together] for number in tile}):
+        for number in sorted({number for tile in components[first : first + patch_tiles] for number in tile}):
             stores += f"cvt.u32.u16 column, column{number}; {inside} {at} {exchanged} @real st.shared.b16 [line], value{number};"
     return f"""{{ .reg .pred real; .reg .b32 base, at, line, column; .reg .b16 column<4>, value<4>;
         mov.u32 base, kvpack_patches; mov.b64 {{value0, value1, value2, value3}}, $2; {stores} mov.u32 $0, 0; }}"""
@@ -146,7 +146,7 @@ def locate_entries(
     Without a patch in shared memory, return ``loaded`` unchanged.
     """
     result = loaded
-    if FAST and CONSTANTS.together > 0:
+    if FAST and CONSTANTS.patch_tiles > 0:
         row = _tile_row(loaded[0], entries, TILE, TOKENS)
         chunk = loaded[0] // DISTINCT_TOKENS
         real = (loaded[0] >= 0) & (row >= 0) & (row < TOKENS)
@@ -179,7 +179,7 @@ def write_patch(
     that they read after the writes.
     """
     after = 0
-    if FAST and CONSTANTS.together > 0:
+    if FAST and CONSTANTS.patch_tiles > 0:
         IN_ORDER: tl.constexpr = has_channel_order(CONSTANTS)
         ASSEMBLY: tl.constexpr = _store_ptx(FIRST, TOKENS, TRANSPOSED, CONSTANTS)
         REGISTERS: tl.constexpr = "=r,r,l,r" if IN_ORDER else "=r,r,l,l"
@@ -218,7 +218,7 @@ def _read_ptx(offset: int) -> str:
 def _read_tile(
     entries: tl.tuple, positions: tl.tensor, after: tl.tensor, COLUMN_TILE: tl.constexpr, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr
 ) -> tl.tensor:
-    ASSEMBLY: tl.constexpr = _read_ptx(COLUMN_TILE % CONSTANTS.together * CONSTANTS.width * 2 * TOKENS)
+    ASSEMBLY: tl.constexpr = _read_ptx(COLUMN_TILE % CONSTANTS.patch_tiles * CONSTANTS.width * 2 * TOKENS)
     # Adding ``after`` to the address makes the load wait for the instruction that produced it.
     zero = tl.load(entries[3][0] + after + tl.zeros((1, 1, 1), tl.int32)).to(tl.int32)
     return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,r", [positions, zero], dtype=tl.float16, is_pure=True, pack=2)
@@ -261,7 +261,7 @@ def has_channel_order(constants: OutlierConstants) -> bool:
 @triton.constexpr_function
 def tiles_per_patch(constants: OutlierConstants) -> int:
     """Return the number of tiles per patch. Without patches, return the number of all tiles."""
-    return constants.together or constants.tiles
+    return constants.patch_tiles or constants.tiles
 
 
 @triton.jit
@@ -279,7 +279,7 @@ def outlier_tile(
     FAST: tl.constexpr,
 ) -> tl.tensor:
     """Return the outliers in tile ``COLUMN_TILE`` of the codec, ``[warp, token, column]`` or transposed. Call ``write_patch`` first."""
-    if FAST and CONSTANTS.together > 0:
+    if FAST and CONSTANTS.patch_tiles > 0:
         tile = _read_tile(entries, positions, after, COLUMN_TILE, CONSTANTS, TOKENS)
     else:
         tile = _compute_tile(entries, loaded, TILE, COLUMN_TILE, CONSTANTS, WARPS, TOKENS, TRANSPOSED)

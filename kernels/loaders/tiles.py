@@ -43,7 +43,7 @@ class OutlierConstants(NamedTuple):
     """Constants for outliers in ``tiles`` tiles of ``width`` columns each. ``first_stream`` is the index of the outliers' first stream.
 
     ``components`` lists, for each tile, which of an entry's four values may have their column in the tile. It is None if columns are in
-    channel order. A patch of ``patch_bytes`` bytes contains ``together`` tiles. Both are 0 if there is no patch
+    channel order. A patch of ``patch_bytes`` bytes contains ``patch_tiles`` tiles. Both are 0 if there is no patch
     (``tiles.shapes.plan_patches``).
     """
 
@@ -51,7 +51,7 @@ class OutlierConstants(NamedTuple):
     tiles: int
     width: int
     components: tuple[tuple[int, ...], ...] | None
-    together: int = 0
+    patch_tiles: int = 0
     patch_bytes: int = 0
 
 
@@ -146,21 +146,21 @@ def tile_field_stride(packing: Columns, bits: int, fields: int, dual: int = 0) -
     return fields // side_by_side if whole and fields * bits <= WORD_BITS else 1
 
 
-def step_symbols(packing: Columns, field_stride: int = 1, together: int = 1, dual: int = 0) -> tuple[tuple[int, ...], ...]:
+def step_symbols(packing: Columns, field_stride: int = 1, tiles_per_step: int = 1, dual: int = 0) -> tuple[tuple[int, ...], ...]:
     """Return the symbol of each column of every tile. Columns without a symbol are -1.
 
-    A tile's fields are ``field_stride`` fields apart. A step produces ``together`` tiles of neighboring fields; ``field_stride`` then
+    A tile's fields are ``field_stride`` fields apart. A step produces ``tiles_per_step`` tiles of neighboring fields; ``field_stride`` then
     counts groups of that many fields. With ``dual``, the symbols are for one of the two tokens.
     """
     width, side_by_side = packing.width, tile_field_count(packing, dual)
-    groups = -(-packing.fields // together)
+    groups = -(-packing.fields // tiles_per_step)
     tiles = []
     for step in range(-(-groups // side_by_side)):
         first = step if field_stride > 1 else step * side_by_side
-        for tile in range(together):
+        for tile in range(tiles_per_step):
             symbols = []
             for column in range(width if dual else tile_width(packing)):
-                field = (first + column // width * field_stride) * together + tile
+                field = (first + column // width * field_stride) * tiles_per_step + tile
                 symbol = field * width + column % width
                 real = column < side_by_side * width and field < packing.fields and symbol < packing.symbols
                 symbols.append(symbol if real else -1)

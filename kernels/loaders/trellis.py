@@ -39,8 +39,8 @@ class TrellisConstants(NamedTuple):
     """Compile-time constants of a trellis codec and its rows.
 
     ``rows`` is the number of 16-bit words per row, in the form that ``load_rows`` needs. The first symbol begins at bit ``first_bit`` of a
-    row. A symbol has ``windows`` windows, which begin ``bits`` bits apart. A table index covers ``together`` windows and has ``index_bits``
-    bits.
+    row. A symbol has ``windows`` windows, which begin ``bits`` bits apart. A table index covers ``windows_per_index`` windows and has
+    ``index_bits`` bits.
     """
 
     rows: tuple[int, ...]
@@ -49,7 +49,7 @@ class TrellisConstants(NamedTuple):
     first_bit: int
     windows: int
     bits: int
-    together: int
+    windows_per_index: int
     index_bits: int
 
 
@@ -57,7 +57,7 @@ def tiles(codec: Trellis) -> Tiles:
     """Return the tile loader of ``codec``, which always exists."""
     (packing,) = codec.packings().values()
     windows = next(n for n in (8, 4, 2, 1) if n * codec.bits <= 8 and (n - 1) * codec.bits + codec.state_bits <= WORD_BITS)
-    together = 2 if codec.bits + codec.state_bits <= MAX_INDEX_BITS else 1
+    windows_per_index = 2 if codec.bits + codec.state_bits <= MAX_INDEX_BITS else 1
     constants = TrellisConstants(
         rows=stored_words_per_plane([packing]),
         factor_bits=FACTOR_BITS[codec.norm],
@@ -65,12 +65,12 @@ def tiles(codec: Trellis) -> Tiles:
         first_bit=-codec.state_bits % codec.bits,
         windows=windows,
         bits=codec.bits,
-        together=together,
-        index_bits=codec.state_bits + (together - 1) * codec.bits,
+        windows_per_index=windows_per_index,
+        index_bits=codec.state_bits + (windows_per_index - 1) * codec.bits,
     )
     values = window_values(codec.table, "cpu").to(torch.float16)
     index = torch.arange(1 << constants.index_bits, device="cpu")
-    entries = torch.stack([values[index % len(values)], values[index >> (together - 1) * codec.bits]], -1)
+    entries = torch.stack([values[index % len(values)], values[index >> (windows_per_index - 1) * codec.bits]], -1)
     symbols = -(-constants.symbols // WIDTH.value) * WIDTH.value
     channels = tuple(
         tuple(_window_channel(codec, constants, symbol, window) for symbol in range(first, first + WIDTH.value))
@@ -143,10 +143,10 @@ def decode(
     Tiles are ``[warp, token, symbol]``, or ``[warp, symbol, token]`` if transposed.
     """
     WINDOWS: tl.constexpr = CONSTANTS.windows
-    TOGETHER: tl.constexpr = CONSTANTS.together
+    WINDOWS_PER_INDEX: tl.constexpr = CONSTANTS.windows_per_index
     symbols = load_symbol_tile(loaded, STEP, symbol_pair, CONSTANTS.symbols, CONSTANTS, MODE)
     values = ()
-    for window in tl.static_range(0, WINDOWS, TOGETHER):
+    for window in tl.static_range(0, WINDOWS, WINDOWS_PER_INDEX):
         values = values + _look_up_windows(symbols, table, window, CONSTANTS, MODE)
     return values
 
@@ -157,7 +157,7 @@ def _look_up_windows(symbols: tl.tensor, table: tl.tensor, WINDOW: tl.constexpr,
     SHARED: tl.constexpr = MODE.shared
     BITS: tl.constexpr = CONSTANTS.index_bits
     result = look_up(symbols, table, WINDOW * CONSTANTS.bits, BITS, 2, SHARED.offset, SHARED.copies, 1 << BITS, MODE.fast)
-    if CONSTANTS.together == 1:
+    if CONSTANTS.windows_per_index == 1:
         values = (result[0],)
     else:
         values = (result[0], result[1])

@@ -45,7 +45,7 @@ def choose_copies(entries: int, entry_bytes: int, budget: int) -> int:
 
 
 def allow_tables(kernel: Any, table_bytes: int) -> None:
-    """Let the CUDA driver launch ``kernel``, which declares ``table_bytes`` bytes of tables besides the compiler's shared memory.
+    """Let the CUDA driver launch ``kernel``, which declares ``table_bytes`` bytes of tables in addition to the compiler's shared memory.
 
     Triton does not count tables, so it asks the driver for more than 48 KiB only if the compiler's own part exceeds that.
     """

@@ -142,14 +142,14 @@ def plan_patches(k: Tiles, v: Tiles, shape: LaunchShape, table_bytes: int) -> tu
     """
     own_bytes = MULTIPROCESSOR_BYTES // shape.programs - SYSTEM_BYTES - CONVERSION_BYTES * shape.warps * shape.tokens
     limit = (min(own_bytes, STATIC_SHARED_BYTES) - table_bytes) // shape.warps
-    together, most = [], 0
+    tile_counts, most = [], 0
     for outliers in (k.outliers, v.outliers):
         tile_bytes = 2 * shape.tokens * (outliers.width if outliers else 1)
         swizzled = tile_bytes % PATCH_TILE_BYTES == 0
-        together.append(max(0, min(limit // tile_bytes, outliers.tiles)) if outliers and swizzled else 0)
-        most = max(most, together[-1] * tile_bytes)
-    k_constants = k.outliers and k.outliers._replace(together=together[0], patch_bytes=most)
-    v_constants = v.outliers and v.outliers._replace(together=together[1], patch_bytes=most)
+        tile_counts.append(max(0, min(limit // tile_bytes, outliers.tiles)) if outliers and swizzled else 0)
+        most = max(most, tile_counts[-1] * tile_bytes)
+    k_constants = k.outliers and k.outliers._replace(patch_tiles=tile_counts[0], patch_bytes=most)
+    v_constants = v.outliers and v.outliers._replace(patch_tiles=tile_counts[1], patch_bytes=most)
     return k_constants, v_constants, most * shape.warps
 
 

@@ -136,7 +136,7 @@ def show(report: dict[str, Any]) -> None:
         for row in report["device_rows"]
     ]
     title = f"{report['source']}, {report['device_name']}, {report['cores']} cores, median of {report['repeats']}"
-    columns = ["what", "operation", "bytes", "ms,\nfirst call", "ms", "ms of the\nbus alone", "GB/s", "x bus"]
+    columns = ["what", "operation", "bytes", "ms,\nfirst call", "ms", "ms of the\nbus only", "GB/s", "x bus"]
     print_table(title, columns, rows, text_columns=2)
-    print("The bus alone: a pinned copy of the file's bytes to the device; for a save, a pinned copy from it, then a write to a new file.")
+    print("The bus only: a pinned copy of the file's bytes to the device; for a save, a pinned copy from it, then a write to a new file.")
     print("A load checks every byte and ends when the device has all; files are in the page cache, and no save waits for the disk.")

@@ -149,7 +149,7 @@ def run(
     progress: Progress | None = None,
     show_line: Callable[[str], object] | None = None,
 ) -> dict[str, Any]:
-    """Measure recipes on the model in folder ``model`` and the file ``text``, and return a report as JSON values.
+    """Measure recipes with ``model`` on ``text``, and return a report as JSON values.
 
     Args:
         model: Folder or hub name of the model, or None for the demo's model.
@@ -163,8 +163,8 @@ def run(
         progress: Called as ``progress(done, total)``.
         show_line: Called with a first line that names the texts, and with preliminary results after each window, prompt and generated text.
 
-    ``cpu_seconds`` are process times over all threads. Two runs with the same seed differ only in times, and in rounding if PyTorch uses
-    another number of threads. Raises InvalidParameter if a size is not supported or the device is missing, MissingFile, WriteFailed, and
+    ``cpu_seconds`` are process times over all threads. Two runs with the same seed differ only in times, and in rounding if PyTorch uses a
+    different number of threads. Raises InvalidParameter if a size is not supported or the device is missing, MissingFile, WriteFailed, and
     MissingPackage if ``out`` is set but matplotlib is not installed.
     """
     began = time.process_time()

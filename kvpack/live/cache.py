@@ -407,7 +407,7 @@ class LiveCache:
         self._shared.add(layer)
 
     def reset(self, layer: int | None = None) -> None:
-        """Drop all tokens of every layer, or of one layer. The next tokens may have another batch size. Raises OutOfBounds."""
+        """Drop all tokens of every layer, or of one layer. The next tokens may have a different batch size. Raises OutOfBounds."""
         self._change_layers(LiveLayer.reset, layer)
 
     def select(self, indices: Any, layer: int | None = None) -> None:

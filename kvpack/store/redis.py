@@ -433,7 +433,7 @@ class Redis(SingleTierBackend):
         return [*result, *[(0, b"")] * (len(keys) - len(result))]
 
     def _fetch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Sequence[bytearray]:
-        """Return the bytes of entries with the expected ``sizes``, up to the first entry of another size. No more bytes than these are
+        """Return the bytes of entries with the expected ``sizes``, up to the first entry of a different size. No more bytes than these are
         fetched.
         """
         ranges = [

@@ -377,9 +377,9 @@ def test_patches_and_tables_fit_in_shared_memory() -> None:
         assert programs * (table_bytes + size) < MULTIPROCESSOR_BYTES
         assert size == warps * k_constants.patch_bytes == warps * v_constants.patch_bytes
         for side in (k_constants, v_constants):
-            assert side.together > 0 or table_bytes > 0
-            assert 2 * tokens * side.width * side.together <= side.patch_bytes
-        assert (k_constants.together == k_constants.tiles) == (table_bytes == 0)
+            assert side.patch_tiles > 0 or table_bytes > 0
+            assert 2 * tokens * side.width * side.patch_tiles <= side.patch_bytes
+        assert (k_constants.patch_tiles == k_constants.tiles) == (table_bytes == 0)
 
 
 @pytest.mark.kernels

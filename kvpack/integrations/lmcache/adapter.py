@@ -109,7 +109,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._recipe = adapter_recipe(str(params["recipe"]), params.get("basis"), self._head_dim, self._kv_dtype)
         self._encryption = read_key_file(params["encryption_key_file"]) if params.get("encryption_key_file") else None
         basis = self._recipe.basis
-        # One identity per dtype, so that objects of the same size and another dtype are not hits.
+        # One identity per dtype, so that objects of the same size but a different dtype are not hits.
         self._others = {
             dtype: Identity("lmcache", "raw", weights=str(params["revision"]), dtype=dtype, extra="others")
             for dtype in (DTYPES if keeps_other_objects(params) else ())

@@ -88,7 +88,7 @@ def unbiased_factor(
     """Return the factor to store as ``dtype`` (a key of ``LIMITS``) for rows x = ``norm`` u, where u decodes to d.
 
     ``product`` is <u, d>, ``decoded`` is |d|^2 and ``squares`` is |u|^2, in the shape of ``norm``. Three kinds of rows keep their norm:
-    zeros, norms that do not fit the dtype, and rows more than 45 degrees from d. With the larger factor, the error of the latter would
+    zeros, norms that do not fit the dtype, and rows more than 45 degrees from d. With the larger factor, the error of such a row would
     exceed the row itself. If the norm fits but the factor does not, the factor is the largest number of the dtype.
     """
     is_usable = (product > 0) & (squares * decoded <= 2 * product.square()) & (norm < LIMITS[dtype])

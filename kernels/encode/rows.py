@@ -153,7 +153,7 @@ def norm_limit(dtype: str) -> float:
 
 
 def norm_byte_bounds(norm: str, device: torch.device) -> torch.Tensor | None:
-    """Return the bounds that ``store_norms`` needs to store norms as bytes, or None if ``norm`` is another format."""
+    """Return the bounds that ``store_norms`` needs to store norms as bytes, or None if ``norm`` is a different format."""
     return log8_bounds(device) if norm == LOG8 else None
 
 

@@ -218,7 +218,7 @@ def _select_half(lower: tl.tensor, upper: tl.tensor, loaded: tl.tuple, constants
 
 @triton.jit
 def _select_entries(loaded: tl.tuple, constants: tl.tuple, TILE: tl.constexpr, REGISTERS: tl.constexpr, MODE: tl.constexpr) -> tl.tensor:
-    """Return entry 0 or entry 1 of each column, as one bit of the register selects."""
+    """Return entry 0 or entry 1 of each column, selected by one bit of the register."""
     word = _load_tile_register(loaded, constants, REGISTERS, TILE, 0, MODE.transposed)
     ENTRIES: tl.constexpr = TILE.entries
     position = _column_constant(constants, TILE.position, COLUMNS, MODE.transposed)

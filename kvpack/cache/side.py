@@ -336,7 +336,7 @@ class Side(PackedObject):
         return self.runs.merged_runs()
 
     def stored_streams(self) -> list[Mapping[str, torch.Tensor]]:
-        """Return the streams of each stretch of consecutive runs. A ``merged()`` side has one, or none without packed tokens."""
+        """Return the streams of each stretch of consecutive runs. A ``merged()`` side has one stretch, or none without packed tokens."""
         return [stretch.streams for stretch in self.runs.stretches]
 
     def repack(self, codec: Codec) -> Side:

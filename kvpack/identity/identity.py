@@ -285,7 +285,7 @@ class Identity:
             recipe: The recipe of the caches.
             name: Name of the model. Defaults to its name on the hub, or the last part of its folder.
             weights: Name of the weights. Defaults to a digest of every parameter.
-            adapter: Name of the adapters. Defaults to the names of those in effect.
+            adapter: Name of the adapters. Defaults to the names of the adapters in effect.
             tenant: Owner of the entries.
             extra: Names of inputs that kvpack cannot detect (spec/notes.md lists those that it detects).
 
@@ -367,7 +367,7 @@ class Identity:
             layout: Name or digest of the page layout (``PageLayout.digest``).
             revision: Name of the weights, such as a commit on the hub. Defaults to a digest of the names and bytes of all safetensors
                 files, which is never compared with a digest of weights in memory.
-            rope: Rotary settings. Defaults to those in config.json.
+            rope: Rotary settings. Defaults to the settings in config.json.
             adapter: Name of the adapters that the engine has loaded.
             tp: Rank, and number of ranks that share the heads.
             tenant: Owner of the entries.

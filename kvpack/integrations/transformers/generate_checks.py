@@ -118,9 +118,9 @@ class GenerateChecks:
             self.check_ids(ids, following)
 
     def _check_step(self, ids: torch.Tensor, following: int | None) -> None:
-        """Raise InvalidParameter if the cache has other tokens than the last step of this ``generate`` left.
+        """Raise InvalidParameter if the cache has changed since the last step of this ``generate``.
 
-        It continues with the last ``following`` of the token ids.
+        The step passes the last ``following`` of ``ids`` to the model.
         """
         if following is None:
             return
@@ -129,7 +129,7 @@ class GenerateChecks:
         found = "" if self.record.tokens == expected else f"the cache has {self.record.tokens}"
         if self.record.edited and not self._unmatched and not found:
             self.record.edited = False
-            found = "" if self.record.first_mismatch(known) is None else "the cache has others"
+            found = "" if self.record.first_mismatch(known) is None else "their ids have changed"
         if found:
             raise InvalidParameter(
                 f"generate continues a cache of {expected} tokens, but {found}, because another pass or a call of crop changed it between "

@@ -325,7 +325,7 @@ class _SwitchedForward:
 
 
 def may_replay(model: torch.nn.Module) -> bool:
-    """Return True if decode steps of ``model`` may be replayed without a user's request.
+    """Return True if decode steps of ``model`` may be replayed although the user has not requested graphs.
 
     The model's code is inspected later, before the first capture.
     """

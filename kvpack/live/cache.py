@@ -104,10 +104,9 @@ class LiveCache:
     @classmethod
     def _from_cache(cls, cache: Cache, sliding_windows: Sequence[int | None] | None) -> LiveCache:
         live = cls.__new__(cls)
-        live._recipe = Recipe.from_recorded(cache.recipe)
+        live._recipe, live._kept, live._shared = Recipe.from_recorded(cache.recipe), set(), set()
         live._text = live._recipe.canonical
         live._count, live.model, live.start = len(cache), MappingProxyType(dict(cache.model)), cache.start
-        live._kept, live._shared = set(), set()
         live.sliding_windows = check_windows(sliding_windows, len(cache))
         # Set the modes once, instead of once for the keys and once for the values of each layer.
         with contextlib.ExitStack() as modes:
@@ -119,9 +118,8 @@ class LiveCache:
 
     def _prepare(self) -> None:
         self._steps: list[TritonSteps | CpuSteps | None] = [None] * self._count
-        self._calls = Tickets(self, self._count)
+        self._calls, self._captures, self._known = Tickets(self, self._count), False, False
         self._value_dims = [0 if layer is None else layer.value_dim for layer in self._layers]
-        self._captures = self._known = False
         # Reading can change a cache: it may encode pending tokens.
         self._lock = threading.RLock()
         self.launches = 0
@@ -133,8 +131,10 @@ class LiveCache:
             "Continue with LiveCache.of(kvpack.load(path)) or KvpackCache.load(path, model)"
         )
 
-    def __deepcopy__(self, memo: object) -> LiveCache:
+    def __deepcopy__(self, memo: object = None) -> LiveCache:
         return self._continue_with(self.snapshot())
+
+    __copy__ = __deepcopy__
 
     def _continue_with(self, cache: Cache) -> LiveCache:
         copied = self._from_cache(cache, self.sliding_windows)

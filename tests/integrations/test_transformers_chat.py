@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,7 @@ def test_options_of_generate_end_replies_and_leave_the_chat_reusable(model: Any)
         (lambda model, words: Chat(torch.nn.Linear(2, 2), words).send("Hi"), "model is a Linear, expected a transformers model"),
         (lambda model, words: Chat(model.model, words).send("Hi"), "Model has no method generate: load .* AutoModelForCausalLM"),
         (lambda model, words: Chat(model, words).send(b"Hi"), "a message is 2 bytes, expected a dict"),
+        (lambda model, words: pickle.dumps(Chat(model, words)), r"a Chat cannot be pickled: write it with chat\.save"),
         (lambda model, words: Chat(model, words).send("\ud800"), "the tokenizer or its chat template rejects these messages"),
     ],
 )

@@ -377,10 +377,11 @@ def test_a_wider_dtype_is_stored_exactly() -> None:
     assert torch.equal(k[:, :, 3:], wide[0])
 
 
-def test_a_copy_continues_independently() -> None:
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_continues_independently(copied: Any) -> None:
     live = LiveCache("kivi-2", layers=1)
     live.update(0, *tokens(200))
-    other = copy.deepcopy(live)
+    other = copied(live)
     other.update(0, *tokens(1, 1))
     assert (live.tokens, other.tokens) == (200, 201)
 

@@ -8,7 +8,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import NoReturn, Self
+
+from kvpack.formats.errors import InvalidParameter
 
 _SECONDS = 1.0
 """Interval in seconds at which a waiting thread checks that the owner of the lock is alive."""
@@ -26,6 +28,9 @@ class CacheLock:
 
     def __deepcopy__(self, memo: object) -> Self:
         return type(self)()
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidParameter("a Chat cannot be pickled: write it with chat.save(path) and read it with Chat.load(path, model, tokenizer)")
 
     @property
     def is_own(self) -> bool:

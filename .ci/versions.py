@@ -1,7 +1,8 @@
 """Run tests with the oldest and the newest dependencies that pyproject.toml allows, and print a table of versions and results.
 
-`.ci/run` runs the fast part, which keeps the PyTorch of .venv and runs some of the tests. `make versions` runs everything (`--whole`): the
-oldest and the newest PyTorch, all tests, and the interpreter's tests with every minor Triton.
+`.ci/run` runs the fast part, which keeps the PyTorch of .venv and runs some of the tests of packages whose version differs from that of
+.venv. `make versions` runs everything (`--whole`): the oldest and the newest PyTorch, all tests, and the interpreter's tests with every
+minor Triton.
 
 Each environment is a folder in build/versions. It uses the packages of .venv except those that it installs in another version. The exit
 code is 1 when an environment cannot be installed or a test fails.
@@ -18,6 +19,7 @@ import sys
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,21 +30,27 @@ EXTRAS = ("bench", "encryption", "object-store", "redis", "transformers")
 OLDEST_TRITON = "3.6"
 TRITONS = ("3.6", "3.7", "3.8", "3.9")
 
-TESTS = (
-    "test_golden.py",
-    "test_cache_names.py",
-    "test_transformers.py",
-    "test_transformers_batches.py",
-    "test_transformers_recording.py",
-    "test_recipes.py",
-    "test_encryption.py",
-)
-"""Test files of the fast part: every codec's bytes and values, models' caches, and the packages that extras install."""
+TESTS = {
+    "test_golden.py": {"msgpack", "numpy", "safetensors", "xxhash", "zstandard"},
+    "test_recipes.py": {"msgpack", "numpy", "safetensors", "xxhash", "zstandard"},
+    "test_encryption.py": {"cryptography", "obstore", "redis"},
+    "test_cache_names.py": {"transformers"},
+    "test_transformers.py": {"numpy", "transformers"},
+    "test_transformers_batches.py": {"transformers"},
+    "test_transformers_recording.py": {"transformers"},
+}
+"""Test files of the fast part, and the packages that they are run for: every codec's bytes and values, models' caches, and extras."""
 COMPILED = "tests/kernels/test_compiling.py"
 DEFAULT_COMPILED = f"{COMPILED}::test_the_default_recipe_compiles"
-"""The compilation test that the fast part runs. With ``--whole``, all tests in ``COMPILED`` run with every Triton version."""
+"""The compilation test that the fast part runs for another Triton.
+
+With ``--whole``, all tests in ``COMPILED`` run with every Triton version.
+"""
 KERNELS = "decode_the_pages_of_a_cache or sequences_and_heads or many_short_pages or pack_and_append"
-"""pytest's ``-k`` expression for the kernel tests of the fast part: attention, decoding and encoding in Triton's interpreter."""
+"""pytest's ``-k`` expression for the kernel tests of the fast part: attention, decoding and encoding in Triton's interpreter.
+
+They are run for another NumPy or Triton.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,22 +81,27 @@ class Environment:
         code = "import sys, importlib.metadata as m; print(*map(m.version, sys.argv[1:]))"
         return subprocess.run([self.python, "-c", code, *names], check=True, capture_output=True, text=True).stdout.split()
 
-    def run(self) -> tuple[str, str]:
-        """Run the tests. Returns pytest's summaries of the tests of PyTorch operations and of the kernel tests in Triton's interpreter."""
-        files = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if self.tests == "whole" or path.name in TESTS]
+    def run(self, changed: set[str]) -> tuple[str, str]:
+        """Run the tests of packages in ``changed``.
+
+        Returns pytest's summaries of the tests of PyTorch operations and of the kernel tests in Triton's interpreter.
+        """
+        paths = sorted((ROOT / "tests").rglob("test_*.py"))
         if self.tests == "part":
-            files.append(DEFAULT_COMPILED)
-        elif self.tests == "compiled":
-            files = [COMPILED]
-        interpreted = [str(path) for path in sorted((ROOT / "tests" / "kernels").glob("test_*.py"))]
+            files = [str(path) for path in paths if changed & TESTS.get(path.name, set())]
+            files += [DEFAULT_COMPILED] if "triton" in changed else []
+        else:
+            files = [COMPILED] if self.tests == "compiled" else [str(path) for path in paths]
+        interpreted = [str(path) for path in paths if path.parent.name == "kernels"]
         if self.kernels == "part":
-            interpreted += ["-k", KERNELS]
-        return (
-            self._pytest(files),
-            "-" if self.kernels == "none" else self._pytest(interpreted, TRITON_INTERPRET="1"),
-        )
+            interpreted = [*interpreted, "-k", KERNELS] if changed & {"numpy", "triton"} else []
+        elif self.kernels == "none":
+            interpreted = []
+        return self._pytest(files), self._pytest(interpreted, TRITON_INTERPRET="1")
 
     def _pytest(self, arguments: list[str], **variables: str) -> str:
+        if not arguments:
+            return "-"
         # Older and newer releases warn of deprecations; these are not failures here.
         options = ["--quiet", "-p", "no:cacheprovider", "-W", "default"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
@@ -151,7 +164,9 @@ def main() -> int:
 
     def column(environment: Environment) -> list[str]:
         environment.install()
-        return [environment.name, python, *environment.versions(names), *environment.run()]
+        versions = environment.versions(names)
+        changed = {name for name, version in zip(names, versions, strict=True) if version != metadata.version(name)}
+        return [environment.name, python, *versions, *environment.run(changed)]
 
     # Two environments at a time, so that one is tested while packages of the other are downloaded.
     with ThreadPoolExecutor(2) as pool:

@@ -52,8 +52,10 @@ unit-and-scenarios: $(INSTALLED)
 	TRITON_INTERPRET=1 $(PYTEST) $(KERNEL_TESTS)
 
 # What has one process, or waits for packages, for `make --jobs 2 one-process unit-and-scenarios`: the tests leave a tenth of two cores.
+# A sixth of the fuzz targets a day: to start one takes longer than its share of the time. `make fuzz` also measures how many lines they reach.
 one-process: $(INSTALLED)
-	$(MAKE) --no-print-directory --jobs 1 types docs sanitized versions-part readers
+	$(MAKE) --no-print-directory --jobs 1 types docs sanitized versions-part readers sanitized-tests PROCESSES=1
+	$(MAKE) --no-print-directory fuzz PROCESSES=1 OPTIONS="$(OPTIONS) --share 6 --lines 0"
 
 # What a change needs: the tests of the folders that differ from main, or of what is not committed (tests/support/touched.py).
 # A run without tests, which pytest ends with 5, is none that fails.
@@ -70,7 +72,7 @@ docs: $(INSTALLED)
 
 # Fuzz the readers; SECONDS is the time of all targets together, OPTIONS are those of fuzz/run.py.
 fuzz: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(MODULE) fuzz.run --seconds $(or $(SECONDS),60) --processes 2 $(OPTIONS)
+	OMP_NUM_THREADS=1 $(MODULE) fuzz.run --seconds $(or $(SECONDS),60) --processes $(or $(PROCESSES),2) $(OPTIONS)
 
 # The readers of spec/readers beside the library and the second decoder: all vectors, FILES new files, and SECONDS (or MINUTES) of mutations.
 readers: $(INSTALLED)
@@ -192,7 +194,7 @@ cpu-sanitize: sanitized
 sanitized-tests:
 	export LD_PRELOAD="$(CHECKERS)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitized OMP_NUM_THREADS=1; \
 	$(BIN)/python -P -c "from kvpack.kernels.cpu import library as l; assert 'sanitized' in l.library()._name" && \
-	$(BIN)/python -P -m pytest -o "pythonpath=build/sanitized . tests" --quiet --numprocesses 2 $(wildcard tests/kernels/test_cpu_*.py) tests/runtime/test_reader.py tests/pages/test_page_codec.py \
+	$(BIN)/python -P -m pytest -o "pythonpath=build/sanitized . tests" --quiet --numprocesses $(or $(PROCESSES),2) $(wildcard tests/kernels/test_cpu_*.py) tests/runtime/test_reader.py tests/pages/test_page_codec.py \
 		-k "no_word or supported_call or any_side or groups_are or every_codec or chunks_like or streams_equal or any_number_of_bytes or flags_changed or thousand or floats_are or calls_write or checksums_read or any_strides or arbitrary_bytes or flipped_bit or word_counts or lossless_runs or minifloat"
 
 # Tests import a quarter of the packages' 14,000 modules, which are compiled when they are first imported.

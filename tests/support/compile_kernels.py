@@ -21,6 +21,7 @@ import struct
 import sys
 import tempfile
 import time
+from collections import Counter, defaultdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -70,24 +71,25 @@ class CompiledKernels:
     """The kernels that were compiled for ``gpu``, by name, and the calls that failed; ``whole`` is True while machine code is generated.
 
     For the current recipe, ``assembled`` are the kernels that have been compiled to machine code, and ``values`` the values of constants
-    with which kernels have been launched.
+    with which kernels have been launched. What an earlier recipe compiled is not compiled again: ``keys`` has Triton's key of each kernel,
+    and whether it was compiled to machine code.
     """
 
     def __init__(self, quick: bool, layouts: bool, gpu: Gpu) -> None:
         self.quick, self.only_layouts, self.gpu, self.whole = quick, layouts, gpu, not (quick or layouts)
         self.assembled: set[str] = set()
         self.values: set[tuple[str, object, str]] = set()
-        self.kernels: set[str] = set()
-        self.keys: set[str] = set()
+        self.kernels: dict[str, set[str]] = defaultdict(set)
+        self.keys: dict[str, bool] = {}
         self.failed: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
         self.used: dict[str, Usage] = {}
-        self.layouts: dict[str, int] = {}
+        self.layouts: dict[str, Counter[str]] = defaultdict(Counter)
 
-    def note(self, name: str, kernel: Any) -> None:
+    def note(self, recipe: str, name: str, kernel: Any) -> None:
         """Update the maximum usage of the kernels called ``name``, and check the layouts of its inline PTX."""
         counts, faults = register_layouts.find_faults(kernel.asm["ttgir"])
-        self.layouts = {what: counts.get(what, 0) + self.layouts.get(what, 0) for what in {*counts, *self.layouts}}
+        self.layouts[recipe].update(counts)
         if faults:
             self.failed[f"{name}: layouts of inline PTX"] = "; ".join(faults)
         cubin = kernel.asm["cubin"]
@@ -98,20 +100,21 @@ class CompiledKernels:
         usage = Usage(_attribute(cubin, _REGISTERS), kernel.metadata.shared + declared, instructions, _attribute(cubin, _STACK))
         self.used[name] = Usage(*map(max, usage, self.used.get(name, usage)))
 
-    def attempt(self, operation: str, call: Callable[[], object]) -> None:
+    def attempt(self, recipe: str, operation: str, call: Callable[[], object]) -> None:
         """Compile the kernels that ``call`` launches and that no earlier call launched."""
+        operation = f"{recipe}: {operation}"
         begin = time.process_time()
         try:
             with compile_ahead.collect_kernels(self.gpu) as found:
                 call()
             for key, (name, _, compile_kernel) in found.items():
-                if key in self.keys:
-                    continue
-                self.keys.add(key)
-                self.kernels.add(name)
+                self.kernels[recipe].add(name)
                 self.whole = not self.only_layouts and (not self.quick or name not in self.assembled)
                 self.assembled.add(name)
-                self.note(name, compile_kernel())
+                if self.keys.get(key, False) or (key in self.keys and not self.whole):
+                    continue
+                self.keys[key] = self.whole
+                self.note(recipe, name, compile_kernel())
         except Exception as error:
             self.failed[operation] = f"{type(error).__name__}: {str(error)[-300:]}"
         self.seconds[operation] = round(time.process_time() - begin, 1)
@@ -226,8 +229,8 @@ def main(arguments: list[str]) -> int:
     shape = compile_ahead.ModelShape(dim=options.dim)
     with tempfile.TemporaryDirectory() as folder:
         if options.quick or options.layouts:
-            # Kernels without machine code must not be found by other processes.
-            triton.knobs.cache.dir = folder
+            # Kernels without machine code must not be found by other processes, or when they are compiled completely.
+            triton.knobs.cache.dir, triton.knobs.compilation.always_compile = folder, True
         for name in options.recipes:
             recipe = compile_ahead.parse_recipe(name, shape)
             compiled.assembled.clear()
@@ -235,7 +238,7 @@ def main(arguments: list[str]) -> int:
             calls = select_calls(recipe, shape, options)
             # After packing and unpacking, live caches: their launches have the most values that no others have.
             for what, call in sorted(calls.items(), key=lambda item: re.search("pack|steps", item[0]) is None):
-                compiled.attempt(f"{name}: {what}", call)
+                compiled.attempt(name, what, call)
     chip, _, room = compile_ahead.CHIPS[options.capability]
     limits = Usage(MAX_REGISTERS, room, MAX_INSTRUCTIONS, sys.maxsize)
     for name, usage in compiled.used.items():
@@ -245,7 +248,7 @@ def main(arguments: list[str]) -> int:
         "triton": triton.__version__,
         "chip": chip,
         "shared_memory": room,
-        "kernels": sorted(compiled.kernels),
+        "kernels": {recipe: sorted(names) for recipe, names in compiled.kernels.items()},
         "used": {name: usage._asdict() for name, usage in compiled.used.items()},
         "layouts": compiled.layouts,
         "failed": compiled.failed,

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     from kvpack.integrations.transformers.chat import RECIPE, Chat
 
     check_output(arguments, arguments.output, arguments.prompt_file, arguments.basis, arguments.recipe)
-    arguments.recipe = arguments.recipe or RECIPE
+    arguments.recipe = RECIPE if arguments.recipe is None else arguments.recipe
     recipe, text = parse_recipe_option(arguments, reads_cache=False), read_prompt(arguments.prompt_file)
     model, tokenizer = load_chat_model(arguments.model, arguments)
     chat = Chat(model, tokenizer, recipe)

@@ -202,9 +202,11 @@ def _link_target(path: str | os.PathLike[str]) -> str:
 
 def check_output_path(path: str) -> None:
     """Raise WriteFailed if a regular file ``path`` cannot be written. Commands call this before they compute what they write."""
-    folder = os.path.dirname(path) or "."
+    target = _link_target(path)
+    folder = os.path.dirname(target) or "."
     if not path or _is_special(path):
         raise WriteFailed(f"cannot write {path!r}: it is not a regular file: pass the path of a regular or a new file")
+    _check_writable(path, target)
     if not os.path.isdir(folder):
         raise WriteFailed(f"cannot write {path}: {folder} is not a folder: pass a path in an existing folder")
     if not os.access(folder, os.W_OK):

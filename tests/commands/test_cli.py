@@ -308,8 +308,17 @@ def test_unknown_words_in_a_recipe_are_reported(recipe: str, file: Path, tmp_pat
 def test_an_unwritable_folder_is_reported(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # The output is checked before a model is loaded.
     cache = ["cache", "--model", "no/model", "--prompt-file", file, "--out"]
-    for output, reason in ((tmp_path / "no" / "out", "no is not a folder: pass"), (tmp_path, "it is not a regular file: pass")):
-        for words in (["convert", file, output, "kivi-4"], ["unpack", file, output], [*cache, output]):
+    kept, link = tmp_path / "kept", tmp_path / "link"
+    kept.write_bytes(b"")
+    kept.chmod(0o444)
+    link.symlink_to(tmp_path / "no" / "out")
+    for output, reason in (
+        (tmp_path / "no" / "out", "no is not a folder: pass"),
+        (link, "no is not a folder: pass"),
+        (tmp_path, "it is not a regular file: pass"),
+        (kept, "the file is read-only"),
+    ):
+        for words in (["convert", file, output, "kivi-4"], ["unpack", file, output], [*cache, output, "--force"]):
             assert run(*words) == 3
             assert reason in capsys.readouterr().err
 

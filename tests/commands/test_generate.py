@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 import kvpack
 from kvpack import cli
+from kvpack.integrations.transformers import Chat
 from support import hub_cache
 
 DEMO = files("kvpack.demo")
@@ -55,7 +57,9 @@ def test_an_answer_continues_from_the_file(file: Path, capsys: pytest.CaptureFix
     assert (cache.tokens, cache.model["name"], cache.recipe) == (2001, NAME, kvpack.Recipe("kvpack-4").text)
 
 
-def test_the_longer_cache_is_saved_on_request(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_longer_cache_is_saved_on_request(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = tmp_path / "other.kvpack"
     assert run("generate", file, "--prompt", QUESTION, *GREEDY, "--out", other, "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -70,6 +74,16 @@ def test_the_longer_cache_is_saved_on_request(file: Path, tmp_path: Path, capsys
     assert kvpack.load(other).tokens == 2048
     assert run("inspect", other) == 0
     assert "a chat of 4 messages\n" in capsys.readouterr().out
+    send = Chat.send
+
+    def send_while_another_updates(chat: Chat, *arguments: Any, **options: Any) -> str:
+        os.utime(other)
+        return send(chat, *arguments, **options)
+
+    monkeypatch.setattr(Chat, "send", send_while_another_updates)
+    assert run("generate", other, "--prompt", QUESTION, "--max-tokens", 1, "--update") == 3
+    assert "not updated, because another process has changed the file meanwhile" in capsys.readouterr().err
+    assert kvpack.load(other).tokens == 2048
 
 
 def test_texts_are_read_from_standard_input(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

@@ -37,15 +37,9 @@ _without_device = INTERPRETER
 
 
 def gpu(device: torch.device | str) -> Gpu:
-    """Return the properties of ``device``. The CPU stands for Triton's interpreter, or for the GPU that was passed to ``assume``."""
+    """Return the properties of ``device``. The CPU stands for Triton's interpreter, or for a GPU for which kernels are compiled ahead."""
     device = torch.device(device)
     return _properties(device) if device.type == "cuda" else _without_device
-
-
-def assume(other: Gpu) -> None:
-    """Plan later launches on CPU tensors for the GPU ``other``, so that kernels can be compiled without that GPU."""
-    global _without_device
-    _without_device = other
 
 
 @lru_cache(maxsize=16)

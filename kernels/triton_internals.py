@@ -31,21 +31,20 @@ MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """CUDA driver constant CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 
 
-_find_dependencies = triton.runtime.jit.DependenciesFinder
-_update_hash = _find_dependencies._update_hash
+_finder = triton.runtime.jit.DependenciesFinder
+_update_hash = _finder._update_hash
 
 
 def _update_hash_in_order(self: Any, function: Any) -> None:
     """Compute the key of a called ``function`` before its constants are read, as Triton 3.9 does.
 
-    Earlier versions leave its constants out of the caller's key if no key of the called function was computed before, so the keys of a
-    kernel, and with them its compiled code, depend on the order of a process's launches.
+    Otherwise, a kernel's key contains the constants of the functions that have keys already, so it depends on earlier launches.
     """
     _ = function.cache_key
     _update_hash(self, function)
 
 
-_find_dependencies._update_hash = _update_hash_in_order
+_finder._update_hash = _update_hash_in_order
 
 
 def check_assumption(holds: bool, expected: str, result: object) -> None:
@@ -101,16 +100,6 @@ def _source_key(value: Any) -> str:
         return getattr(value, "cache_key", None) or repr(value)
     check_assumption(isinstance(value.cache_key, str), "a function's cache_key to be text that changes with its source", value.cache_key)
     return str(value.cache_key)
-
-
-def python_function(function: Any) -> Callable[..., Any]:
-    """Return the Python function that a ``triton.constexpr_function`` wraps.
-
-    Calling the wrapper would drop the field names of tuples in Triton 3.6.
-    """
-    check_assumption(callable(getattr(function, "fn", None)), "a constexpr_function to keep its function as fn", function)
-    result: Callable[..., Any] = function.fn
-    return result
 
 
 class Compilation(NamedTuple):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -292,12 +291,8 @@ def share_programs(weights: list[int], programs: int) -> list[int]:
     No program processes two segments, so shares that are only proportional would leave some programs much longer than others.
     """
     shares = [1] * len(weights)
-    longest: list[tuple[float, int]] = [(-weight, index) for index, weight in enumerate(weights)]
-    heapify(longest)
     for _ in range(programs - len(weights)):
-        index = longest[0][1]
-        shares[index] += 1
-        heapreplace(longest, (-weights[index] / shares[index], index))
+        shares[max(range(len(weights)), key=lambda index: weights[index] / shares[index])] += 1
     return shares
 
 

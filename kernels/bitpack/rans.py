@@ -11,9 +11,8 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from kvpack.formats.rans import LANES, MIN_STATE, PRECISION
+from kvpack.formats.rans import MIN_STATE, PRECISION
 
-_LANES = tl.constexpr(LANES)
 _PRECISION = tl.constexpr(PRECISION)
 _MIN_STATE = tl.constexpr(MIN_STATE)
 _LAST_SLOT = tl.constexpr((1 << PRECISION) - 1)

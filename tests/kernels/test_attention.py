@@ -455,7 +455,6 @@ def test_the_norms_of_four_triplets_are_at_their_positions(dim: int) -> None:
     from kvpack.kernels.bitpack import thread_digits, thread_rows
     from kvpack.kernels.tables import register_table
     from kvpack.kernels.tiles import loaders
-    from kvpack.kernels.triton_internals import python_function
 
     codec = codecs("octahedral:b=4", "octahedral:b=4", (dim, dim))[0]
     tiles = loaders.find_tiles(codec)
@@ -467,13 +466,13 @@ def test_the_norms_of_four_triplets_are_at_their_positions(dim: int) -> None:
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(0, 1 << 32, (thread_rows.words_per_token(tiles.constants.rows),), generator=generator).tolist()
     for first in range(0, -(-dim // 3), 4):
-        terms = python_function(register_table._digit_positions)(packing, first, 2, bits, 2 + bits)
+        terms = register_table._digit_positions.fn(packing, first, 2, bits, 2 + bits)
         found = 0
         for word, shift, mask in zip(terms[::3], terms[1::3], terms[2::3], strict=True):
             found |= (words[word] >> shift if shift >= 0 else words[word] << -shift) & mask
         for number, at in zip(range(min(4, -(-dim // 3) - first)), (0, 16, 8, 24), strict=False):
             position = (first + number) // packing.width * (2 + bits) + 2
-            pieces = python_function(thread_digits.column_pieces)(packing, (first + number) % packing.width, position, bits)
+            pieces = thread_digits.column_pieces.fn(packing, (first + number) % packing.width, position, bits)
             assert found >> at & 0xFF == sum((words[word] >> bit & (1 << count) - 1) << before for word, bit, count, before in pieces)
 
 

@@ -63,11 +63,10 @@ def test_tables_do_not_overlap_the_compilers_shared_memory() -> None:
 
 def test_compiled_code_is_identified_by_its_source() -> None:
     from kvpack.kernels import triton_internals
-    from support.summing_kernel import double, sum_kernel
+    from support.summing_kernel import sum_kernel
 
     assert sum_kernel.cache_key in triton_internals.code_key((sum_kernel, 3))
     assert triton_internals.code_key((sum_kernel, 3)) != triton_internals.code_key((sum_kernel, 4))
-    assert triton_internals.python_function(double)(4) == 8
 
 
 def test_collected_kernels_have_the_keys_of_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,6 @@ from triton import language as tl
 from triton.language.target_info import cuda_capability_geq
 
 
-@triton.constexpr_function
-def double(number: int) -> int:
-    return 2 * number
-
-
 @triton.jit
 def sum_kernel(out: tl.tensor, x: tl.tensor, COUNT: tl.constexpr) -> None:
     tl.store(out, tl.sum(tl.load(x + tl.arange(0, COUNT)), 0))

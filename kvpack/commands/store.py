@@ -423,7 +423,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    """Add the prefix in a file to the store. Returns 3 if the store reports faults."""
+    """Add the prefix in a file to the store. Returns 3 if the store reports faults or refuses chunks."""
     from kvpack import Store
     from kvpack.formats.errors import InvalidParameter
     from kvpack.store.backend import MAX_ENTRY_BYTES
@@ -467,7 +467,7 @@ def run_import(arguments: argparse.Namespace) -> int:
         print(f"kvpack: note: {arguments.input} has {len(exported.ids):,} tokens: {hint}", file=sys.stderr)
     for fault, count in counts["faults"].items():
         print(f"kvpack: {fault}: {format_count(count, 'time')}", file=sys.stderr)
-    return 3 if counts["faults"] else 0
+    return 3 if counts["faults"] or counts["refused_chunks"] else 0
 
 
 def run_demo(arguments: argparse.Namespace) -> int:

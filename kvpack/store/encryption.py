@@ -186,7 +186,7 @@ def read_key_file(path: str | os.PathLike[str]) -> dict[str, bytes]:
     Each line is "ID HEXADECIMAL-DIGITS", and # begins a comment. Raises MissingFile, LimitExceeded, and InvalidParameter if a line is
     invalid, an id is repeated, or users other than the owner may access the file.
     """
-    text, mode = read_text_and_mode(path, MAX_BYTES)
+    text, mode = read_text_and_mode(path, MAX_BYTES, "a key file")
     where = os.fsdecode(path)
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise InvalidParameter(f"{where} has mode {mode:04o}, but only its owner may access a key file: run chmod 600")
@@ -207,4 +207,6 @@ def read_key_file(path: str | os.PathLike[str]) -> dict[str, bytes]:
                 f"{where}: line {line_number} repeats the id {name!r} of line {lines[name]}: use another id for one of the keys"
             )
         keys[name], lines[name] = key, line_number
+    if not keys:
+        raise InvalidParameter(f"{where}: has no keys, expected an id and a hexadecimal key per line")
     return keys

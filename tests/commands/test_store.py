@@ -272,6 +272,9 @@ def test_encrypted_entries_are_shown_with_and_without_their_key(
     assert is_same_prefix(kvpack.load(tmp_path / "out.kvpack"), whole)
     printed(capsys, "import", tmp_path / "again", tmp_path / "out.kvpack", "--tenant", IDENTITY.tenant, "--chunk", CHUNK, "--trust-names")
     assert is_same_prefix(open_store(tmp_path / "again", encryption={"new": bytes(range(16))}).load(ids)[1], whole)
+    key_file.write_text(f"third {bytes(16).hex()}")
+    found = printed(capsys, "import", tmp_path / "again", tmp_path / "out.kvpack", *words[2:], "--chunk", CHUNK, "--trust-names", code=3)
+    assert (found["tokens"], found["new_entries"]) == (0, 0), "entries of another key were replaced"
     with open(entries(folder)[0], "r+b") as file:
         file.seek(3000)
         file.write(b"damage")
@@ -284,11 +287,11 @@ def test_encrypted_entries_are_shown_with_and_without_their_key(
     ("text", "mode", "message"),
     [
         ("a 00", 0o640, "has mode 0640, but only its owner"),
+        ("# none", 0o600, "has no keys, expected an id and a hexadecimal key"),
         ("a", 0o600, "line 1: expected an id and a hexadecimal key"),
         ("a 00 00", 0o600, "line 1: expected an id and a hexadecimal key"),
         ("\na xyz", 0o600, "line 2: expected an id and a hexadecimal key"),
         ("a 0011", 0o600, "has 2 bytes, expected 16, 24 or 32"),
-        ("# none", 0o600, "expected at least one key"),
         (f"a {'00' * 16}\nb {'00' * 16}\na {'11' * 16}", 0o600, "line 3 repeats the id 'a' of line 1"),
         (f"a\x1b[2J {'00' * 16}", 0o600, "printable text"),
     ],

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
+from torch.nn import functional
 
 from kvpack.formats.basis import MAX_WIDTH, MEAN_UNIT, flatten_tables, run_columns, run_count
+from kvpack.runtime.threads import in_parallel, usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,16 +47,10 @@ _SPREAD = 1.05
 
 def fit_rows(statistics: Statistics, step: Callable[[], None]) -> dict[tuple[int, str], torch.Tensor]:
     """Return the rows ``[kv_head, row, dim]`` of all layers' keys and values. ``step`` is called after each tensor, to report progress."""
+    costs = error_costs(statistics, [name for name in statistics.sums if name.count(".") == 1], MIN_COST)
     fitted = {}
-    for name, cost in error_costs(statistics, [name for name in statistics.sums if name.count(".") == 1], MIN_COST).items():
-        sums = statistics.sums[name]
+    for name, heads in zip(costs, in_parallel(partial(_fit_tensor, statistics, costs), costs, usable_cores()), strict=True):
         layer, side = name.split(".")
-        samples = torch.cat(statistics.samples[name], 1).to(torch.float64)
-        heads = []
-        for head in range(len(sums)):
-            mean = (sums[head] / statistics.counts[name]).numpy()
-            covariance = (statistics.products[name][head] / statistics.counts[name]).numpy() - numpy.outer(mean, mean)
-            heads.append(_fit_head(mean, covariance, cost[head].numpy(), samples[head].numpy()))
         fitted[int(layer), side] = heads
         step()
     largest = max(deviations.max() for heads in fitted.values() for _, deviations, _ in heads)
@@ -60,6 +58,25 @@ def fit_rows(statistics: Statistics, step: Callable[[], None]) -> dict[tuple[int
         tensor_key: torch.stack([torch.cat([rows, _tensor_row(deviations / largest), tables]) for rows, deviations, tables in heads])
         for tensor_key, heads in fitted.items()
     }
+
+
+def _fit_tensor(statistics: Statistics, costs: dict[str, torch.Tensor], name: str) -> list[tuple[torch.Tensor, Array, torch.Tensor]]:
+    """Return each head's rows, the cost-weighted standard deviations of its columns, and its flattened tables."""
+    samples = torch.cat(statistics.samples[name], 1).to(torch.float64)
+    means, covariances = mean_and_covariance(statistics, name)
+    heads = [_fit_head(*(part.numpy() for part in parts)) for parts in zip(means, covariances, costs[name], samples, strict=True)]
+    tables = _fit_tables([values for *_, runs in heads for values in runs])
+    dim, count = samples.shape[2], run_count(samples.shape[2])
+    return [
+        (rows, deviations, flatten_tables(tables[number * count : (number + 1) * count], dim))
+        for number, (rows, deviations, _) in enumerate(heads)
+    ]
+
+
+def mean_and_covariance(statistics: Statistics, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the means, ``[part, channel]``, and covariances, ``[part, channel, channel]``, of the heads or frames of a tensor."""
+    mean = statistics.sums[name] / statistics.counts[name]
+    return mean, statistics.products[name] / statistics.counts[name] - mean[:, :, None] * mean[:, None, :]
 
 
 def error_costs(statistics: Statistics, names: Sequence[str], minimum: float) -> dict[str, torch.Tensor]:
@@ -89,8 +106,7 @@ def _cost_floors(statistics: Statistics, costs: dict[str, torch.Tensor], minimum
     """Return the amount by which to raise each channel's cost, ``[part, channel]``, for each of ``costs``."""
     shapes, sizes, losses = {}, {}, {}
     for name, cost in costs.items():
-        mean = statistics.sums[name] / statistics.counts[name]
-        covariance = statistics.products[name] / statistics.counts[name] - mean[:, :, None] * mean[:, None, :]
+        _, covariance = mean_and_covariance(statistics, name)
         shapes[name] = channel_costs(cost)
         sizes[name] = float((shapes[name] * covariance.diagonal(dim1=-2, dim2=-1)).sum())
         losses[name] = float((cost * covariance).sum())
@@ -101,8 +117,8 @@ def _cost_floors(statistics: Statistics, costs: dict[str, torch.Tensor], minimum
     return floors
 
 
-def _fit_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tuple[torch.Tensor, Array, torch.Tensor]:
-    """Return a head's rows, the cost-weighted standard deviations of its columns, and its flattened tables.
+def _fit_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tuple[torch.Tensor, Array, list[torch.Tensor]]:
+    """Return a head's rows, the cost-weighted standard deviations of its columns, and the training values of each run of columns.
 
     The first row is the mean, and the others are the transform matrix.
     """
@@ -114,9 +130,8 @@ def _fit_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tu
     scales = numpy.maximum(scales, MIN_ROW * (deviations * norms).max() / norms)
     columns = (samples - mean) @ back / scales
     runs = [_training_values(columns[:, run_columns(run, dim)].ravel()) for run in range(run_count(dim))]
-    tables = [[_fit_table(values, width) for width in range(1, MAX_WIDTH + 1)] for values in runs]
     rows = torch.cat([_tensor_row(coded_mean / scales / MEAN_UNIT), torch.from_numpy(matrix * scales[:, None]).to(torch.float32)])
-    return rows, deviations, flatten_tables([[torch.from_numpy(table).to(torch.float32) for table in run] for run in tables], dim)
+    return rows, deviations, runs
 
 
 def optimal_transform(covariance: Array, cost: Array) -> tuple[Array, Array, Array]:
@@ -139,36 +154,46 @@ def _tensor_row(values: Array) -> torch.Tensor:
     return torch.from_numpy(values).to(torch.float32)[None]
 
 
-def _training_values(values: Array) -> Array:
-    """Return about ``MAX_TRAINING_VALUES`` of the values in ascending order, evenly spaced by rank."""
+def _training_values(values: Array) -> torch.Tensor:
+    """Return about ``MAX_TRAINING_VALUES`` of the values, float64 in ascending order, evenly spaced by rank."""
     step = max(1, len(values) // MAX_TRAINING_VALUES)
     # Sorting takes half as long with 32 bits per value.
-    ordered: Array = numpy.sort(values.astype(numpy.float32))[step // 2 :: step].astype(numpy.float64)
-    return ordered
+    return torch.from_numpy(numpy.sort(values.astype(numpy.float32))[step // 2 :: step].astype(numpy.float64))
 
 
-def _fit_table(values: Array, width: int) -> Array:
-    """Return the Lloyd-Max table with 2^``width`` ascending entries for ascending ``values``. Its scale makes products unbiased.
+def _fit_tables(runs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return the tables of each run, float32, from 1 to ``MAX_WIDTH`` bits. ``runs`` contains the runs' training values."""
+    result: list[list[torch.Tensor]] = []
+    # Only the last run of a head may have fewer values.
+    for _, equal in groupby(runs, len):
+        values = torch.stack(list(equal))
+        tables = [_fit_table(values, width).to(torch.float32) for width in range(1, MAX_WIDTH + 1)]
+        result += map(list, zip(*tables, strict=True))
+    return result
 
-    For large widths, the search starts from uniform steps over the whole range.
+
+def _fit_table(values: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the Lloyd-Max tables ``[run, 2^width]``, ascending, for ascending ``values``, float64 ``[run, value]``.
+
+    Their scales make products unbiased. For large widths, the search starts from uniform steps over the whole range.
     """
-    table: Array
-    count, levels = len(values), 1 << width
+    count, levels = values.shape[1], 1 << width
     if width >= _UNIFORM_FROM:
-        table = numpy.linspace(-1, 1, levels) * max(abs(values[0]), abs(values[-1])) * _SPREAD
+        table = torch.from_numpy(numpy.linspace(-1, 1, levels)) * values[:, [0, -1]].abs().amax(1, keepdim=True) * _SPREAD
     else:
-        table = values[((numpy.arange(levels) + 0.5) / levels * (count - 1)).astype(int)] + numpy.linspace(-0.5, 0.5, levels) * values.std()
-    below, ends = numpy.append(0.0, numpy.cumsum(values)), numpy.zeros(levels + 1, numpy.int64)
+        starts = torch.from_numpy((numpy.arange(levels) + 0.5) / levels * (count - 1)).long()
+        table = values[:, starts] + torch.from_numpy(numpy.linspace(-0.5, 0.5, levels)) * values.std(1, correction=0, keepdim=True)
+    below = functional.pad(values.cumsum(1), (1, 0))
+    ends = torch.zeros(len(values), levels + 1, dtype=torch.int64, device="cpu")
     for _ in range(_STEPS):
-        before, ends = ends, numpy.concatenate([[0], values.searchsorted((table[1:] + table[:-1]) / 2), [count]])
-        if (before == ends).all():
+        before, ends = ends, functional.pad(torch.searchsorted(values, (table[:, 1:] + table[:, :-1]) / 2), (1, 1))
+        ends[:, -1] = count
+        if torch.equal(before, ends):
             break
-        counts, total = ends[1:] - ends[:-1], below[ends]
-        means = (total[1:] - total[:-1]) / numpy.maximum(counts, 1)
-        table = numpy.where(counts > 0, means, table)
+        counts = ends.diff()
+        means = below.gather(1, ends).diff() / counts.clamp_min(1)
+        table = torch.where(counts > 0, means, table)
     # The products of values with their means are smaller than those with themselves, so scores and weighted sums would shrink.
-    energy, kept = numpy.square(values).sum(), (numpy.square(means) * counts).sum()
-    if kept > 0:
-        table *= energy / kept
+    energy, kept = values.square().sum(1, keepdim=True), (means.square() * counts).sum(1, keepdim=True)
     # Rounding may leave means of neighboring cells out of order.
-    return numpy.sort(table)
+    return torch.where(kept > 0, table * (energy / kept), table).sort(1).values

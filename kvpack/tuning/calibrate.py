@@ -332,7 +332,7 @@ def _gather_statistics(
             result.add_moments(number, pairs, queries, layer_ropes)
             result.windows += 1
             began = time.perf_counter()
-            if number + 1 == len(starts) or began - written >= WRITE_INTERVAL * writing:
+            if began - written >= WRITE_INTERVAL * writing:
                 result.write(path)
                 written = time.perf_counter()
                 writing = written - began

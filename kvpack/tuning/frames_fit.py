@@ -13,8 +13,9 @@ import torch
 from kvpack.coding.bases import BalancedKeys
 from kvpack.formats import rans
 from kvpack.formats.frames import SCALES_PER_OCTAVE, SCALES_PER_TABLE, Frames, Rope, SymbolTables
+from kvpack.runtime.threads import in_parallel, usable_cores
 
-from .basis_fit import error_costs, optimal_transform
+from .basis_fit import error_costs, mean_and_covariance, optimal_transform
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,15 +67,13 @@ def fit_frames(statistics: Statistics, framing: Framing, step: Callable[[], None
     for name, cost in error_costs(statistics, names, MIN_COST).items():
         layer, side, _ = name.split(".")
         frames = []
-        for number in range(len(statistics.sums[name])):
-            mean = (statistics.sums[name][number] / statistics.counts[name]).numpy()
-            covariance = (statistics.products[name][number] / statistics.counts[name]).numpy() - numpy.outer(mean, mean)
-            frames.append((mean, *optimal_transform(covariance, cost[number].numpy())))
+        for parts in zip(*mean_and_covariance(statistics, name), cost, strict=True):
+            mean, *matrices = (part.numpy() for part in parts)
+            frames.append((mean, *optimal_transform(*matrices)))
         fitted[int(layer), side] = frames
-        step()
     unit = MAX_DEVIATION / max(deviations.max() for frames in fitted.values() for _, _, _, deviations in frames)
     scales = {tensor_key: numpy.stack([_scales(deviations * unit) for *_, deviations in frames]) for tensor_key, frames in fitted.items()}
-    tables = _train_tables(_transform_samples(statistics, fitted, unit), scales)
+    tables = _train_tables(_transform_samples(statistics, fitted, unit), scales, step)
     return {
         tensor_key: Frames(
             torch.from_numpy(numpy.stack([numpy.concatenate([mean[None], matrix / unit]) for mean, matrix, _, _ in frames])).float(),
@@ -107,31 +106,18 @@ def _transform_samples(
     return columns
 
 
-def _train_tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str], Array]) -> SymbolTables:
+def _train_tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str], Array], step: Callable[[], None]) -> SymbolTables:
     """Return the coding tables, one for each range of standard deviations.
 
-    They are trained on all columns, at all usual quantization steps.
+    They are trained on all columns, at all usual quantization steps. ``step`` is called after each tensor.
     """
     levels = 2 * MAX_LEVEL + 1
-    # The last entry counts levels that have no symbol.
-    counts, seen, sums, squares = (numpy.zeros((_TABLES, levels + 1)) for _ in range(4))
+    totals = numpy.zeros((4, _TABLES, levels + 1))
+    for counted in in_parallel(lambda key: _count_levels(columns[key], scales[key]), columns, usable_cores()):
+        totals += counted
+        step()
+    counts, seen, sums, squares = totals
     grid = numpy.arange(-MAX_LEVEL, MAX_LEVEL + 1)
-    for tensor_key, tensor_columns in columns.items():
-        # A finer step takes more bits, so the first usual one is found by bisection.
-        first = bisect_left(_STEPS, _MIN_BITS, key=partial(_bits_at, tensor_columns))
-        for step in _STEPS[first:]:
-            steps = _in_steps(tensor_columns, step)
-            coded = _round_to_levels(steps, 0.0)
-            if _entropy(coded) > _MAX_BITS:
-                break
-            row = numpy.clip((step - scales[tensor_key]) // SCALES_PER_TABLE, 0, _TABLES - 1)[:, None, :] * (levels + 1)
-            for level, added in (
-                (coded, ((counts, None),)),
-                (_round_to_levels(steps, DEAD_ZONE), ((seen, None), (sums, steps), (squares, numpy.square(steps)))),
-            ):
-                at = (row + numpy.where(numpy.abs(level) <= MAX_LEVEL, level + MAX_LEVEL, levels).astype(numpy.int64)).ravel()
-                for total, weights in added:
-                    total += numpy.bincount(at, None if weights is None else weights.ravel(), total.size).reshape(total.shape)
     within = sums[:, :levels]
     deviations = 2.0 ** (MIN_OCTAVES + SCALES_PER_TABLE / SCALES_PER_OCTAVE * numpy.arange(_TABLES))
     usual = numpy.exp(-math.sqrt(2) * numpy.abs(grid) / deviations[:, None])
@@ -152,6 +138,29 @@ def _train_tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int,
     values *= numpy.sqrt(numpy.divide(target_energy, decoded, out=numpy.ones_like(decoded), where=decoded > 0))[:, None]
     frequencies = rans.frequencies(numpy.concatenate([escapes[:, None], kept], 1))
     return SymbolTables(frequencies, torch.from_numpy(values).to(torch.float16).to(torch.float32))
+
+
+def _count_levels(columns: Array, scales: Array) -> Array:
+    """Return what a tensor adds to its tables, ``[4, table, level]``, summed over all usual quantization steps.
+
+    These are the numbers of levels, the same with a dead zone, and the sums of the columns and of their squares by level with a dead zone.
+    """
+    levels = 2 * MAX_LEVEL + 1
+    # The last entry counts levels that have no symbol.
+    result = numpy.zeros((4, _TABLES * (levels + 1)))
+    # A finer step takes more bits, so the first usual one is found by bisection.
+    first = bisect_left(_STEPS, _MIN_BITS, key=partial(_bits_at, columns))
+    for step in _STEPS[first:]:
+        steps = _in_steps(columns, step)
+        coded = _round_to_levels(steps, 0.0)
+        if _entropy(coded) > _MAX_BITS:
+            break
+        row = numpy.clip((step - scales) // SCALES_PER_TABLE, 0, _TABLES - 1)[:, None, :] * (levels + 1)
+        for level, added in ((coded, {0: None}), (_round_to_levels(steps, DEAD_ZONE), {1: None, 2: steps, 3: numpy.square(steps)})):
+            at = (row + numpy.where(numpy.abs(level) <= MAX_LEVEL, level + MAX_LEVEL, levels).astype(numpy.int64)).ravel()
+            for total, weights in added.items():
+                result[total] += numpy.bincount(at, None if weights is None else weights.ravel(), result.shape[1])
+    return result.reshape(4, _TABLES, levels + 1)
 
 
 def _in_steps(columns: Array, step: int) -> Array:

@@ -37,12 +37,13 @@ def measure_tensor_losses(model: Any, basis: Basis, windows: Sequence[torch.Tens
     for tokens in windows:
         exact = evaluate_uncompressed(model, tokens, max(1, (tokens.shape[1] - 1) // SCORED_PART))
         step()
-        packed = pack_as_bf16(exact.first, recipe)
+        # The windows are so short that a CPU packs them before a GPU's kernels are compiled.
+        packed = pack_as_bf16([(k.cpu(), v.cpu()) for k, v in exact.first], recipe)
         for layer, (k, v) in enumerate(exact.first[:layers]):
             decoded_k, decoded_v = packed[layer].unpack(k.dtype)
             assert decoded_k is not None
             assert decoded_v is not None
-            for side, pair in (("k", (decoded_k, v)), ("v", (k, decoded_v))):
+            for side, pair in (("k", (decoded_k.to(k.device), v)), ("v", (k, decoded_v.to(v.device)))):
                 pairs = [*exact.first[:layer], pair, *exact.first[layer + 1 :]]
                 losses[side][layer] += evaluate_over(model, exact, pairs).kl_divergence / len(windows)
                 step()

@@ -17,7 +17,6 @@ from .errors import InvalidParameter, InvalidPayload
 from .family import CodecFamily, in_range, one_of
 from .lazy import numpy, torch
 from .parameter_checks import Fields, check_fields
-from .rans_checks import check_ends, check_states
 from .raw import round_to_dtype
 from .runs import Run, RunEncoder
 from .streams import Layout
@@ -263,7 +262,7 @@ class Lossless(CodecFamily):
                 raise InvalidPayload(
                     f"{where}.frequencies: the frequencies at {at} sum to {sums[(sums != rans.TOTAL).argmax()]}, expected {rans.TOTAL}"
                 )
-        check_states(arrays["states"], where)
+        rans.check_states(arrays["states"], where)
         counted = sum(int(block.sum(dtype=numpy.int64)) for _, block in value_blocks(arrays["word_counts"]))
         if counted != arrays["words"].shape[2]:
             raise InvalidPayload(
@@ -297,7 +296,7 @@ class Lossless(CodecFamily):
             def chunk_position(index: int, row: Numbers = row, head: Numbers = head) -> list[int]:
                 return [*divmod(int(head[index]), heads), int(row[index])]
 
-            check_ends(decoded, chunk_counts, chunk_position, where)
+            rans.check_ends(decoded, chunk_counts, chunk_position, where)
 
 
 def _chunk_ranges(ends: Numbers) -> Iterator[tuple[int, int]]:

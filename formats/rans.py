@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .errors import InvalidPayload
 from .lazy import numpy
+from .value_blocks import first_index, row_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from .value_blocks import Array
 
     Numbers = numpy.ndarray[Any, Any]
 
@@ -193,3 +197,27 @@ def slot_table(tables: Numbers) -> Numbers:
     starts = numpy.cumsum(tables, 1) - tables
     packed = numpy.arange(tables.shape[1]) | (tables - 1 << 8) | starts << 20
     return numpy.repeat((packed & 0xFFFFFFFF).astype(numpy.uint32).reshape(-1), tables.reshape(-1))
+
+
+def check_states(states: Array, where: str) -> None:
+    """Raise InvalidPayload for an initial state below 2^16. ``states`` are uint16 ``[..., 2 · LANES]``, low halves first."""
+    for first, (block,) in row_blocks(states):
+        low = block[:, 1::2] == 0
+        if low.any():
+            at = first_index(low, first * LANES, (*states.shape[:-1], LANES))
+            raise InvalidPayload(f"{where}.states: the state at {at} is {block[:, ::2][low][0]}, expected at least {MIN_STATE}")
+
+
+def check_ends(decoded: DecodedChunks, counts: Numbers, chunk_position: Callable[[int], Sequence[int]], where: str) -> None:
+    """Raise InvalidPayload for the first chunk that no encoder produces.
+
+    ``counts`` contains the number of words of each chunk. ``chunk_position`` returns the indices of a chunk for the message.
+    """
+    faulty = decoded.faulty_chunks(counts)
+    if faulty.any():
+        first = int(faulty.argmax())
+        raise InvalidPayload(
+            f"{where}.words: the chunk at {list(chunk_position(first))} uses {decoded.read[first]} of its {counts[first]} words "
+            f"and ends in the states {sorted({int(state) for state in decoded.states[first]})[:4]}, expected all words and the final state "
+            f"{MIN_STATE}"
+        )

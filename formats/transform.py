@@ -18,7 +18,6 @@ from .family import CodecFamily, in_range, one_of
 from .frames import MAX_LEVEL, SCALES_PER_OCTAVE, Frames, Rope
 from .lazy import numpy, torch
 from .products import product
-from .rans_checks import check_ends, check_states
 from .runs import Run, RunEncoder
 from .streams import Layout
 from .transform_chunks import (
@@ -325,7 +324,7 @@ class Transform(CodecFamily):
                 raise InvalidPayload(
                     f"{where}.columns: the count at {at} is {block[(block > self.dim).argmax()]}, expected at most the head dim, {self.dim}"
                 )
-        check_states(arrays["states"], where)
+        rans.check_states(arrays["states"], where)
         counted = sum(int(join_halves(block.astype(numpy.int64)).sum()) for _, (block,) in row_blocks(arrays["word_counts"]))
         if counted != arrays["words"].shape[2]:
             raise InvalidPayload(
@@ -375,7 +374,7 @@ class Transform(CodecFamily):
             self.check_ends(rans.DecodedChunks(result.symbols, result.read, result.states), result.counts, (batch, heads), where, first)
 
     def check_ends(self, decoded: rans.DecodedChunks, counts: Numbers, shape: tuple[int, int], where: str, first: int = 0) -> None:
-        """Check the ends of chunks, ordered by token group, sequence and head, as ``rans_checks.check_ends`` does.
+        """Check the ends of chunks, ordered by token group, sequence and head, as ``rans.check_ends`` does.
 
         ``first`` is the index of the first chunk, and ``shape`` is (batch, kv_head). The words of escapes count as read.
         """
@@ -385,7 +384,7 @@ class Transform(CodecFamily):
             row, sequence = divmod(first + index, batch * heads)
             return [*divmod(sequence, heads), row]
 
-        check_ends(decoded, counts, chunk_position, where)
+        rans.check_ends(decoded, counts, chunk_position, where)
 
 
 def default_chunk(dim: int) -> int:

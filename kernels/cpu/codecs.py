@@ -33,13 +33,14 @@ from kvpack.formats.qjl import Qjl
 from kvpack.formats.quaternion import Quaternion, codewords
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw import Raw
+from kvpack.formats.rotation import PALEY_ORDERS, Rotation, hadamard
 from kvpack.formats.scalar import Scalar, signed_values
 from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.formats.streams import NORMS
 from kvpack.formats.token_norms import LOG8, TOKEN_NORMS, log8_bounds, log8_values
 from kvpack.formats.trellis import Trellis, window_values
 
-from . import library, rotations
+from . import library
 
 MIN_ENTRIES = 16
 """Minimum number of table entries, which fills the registers of one lookup. Tables are padded to powers of two."""
@@ -372,7 +373,7 @@ def _describe_sidecars(codec: CodecWithSidecars) -> CodecDescription | None:
             if getattr(struct, name) >= 0:
                 setattr(struct, name, getattr(struct, name) + signs.planes + 1)
         struct.value_streams, struct.numbers, struct.sketches = struct.value_streams + 1, struct.numbers + 1, 1
-        rotation = rotations.describe(sketch.rotation)
+        rotation = describe_rotation(sketch.rotation)
         struct.sketch_rotation, struct.sketch_size = rotation.struct, math.sqrt(math.pi / (2 * sketch.dim))
         keep_alive.append(rotation)
     for vector in codec.page_vectors:
@@ -403,3 +404,24 @@ FAMILIES: dict[type[Codec], Callable[[Any], CodecDescription | None]] = {
     Trellis: _describe_trellis,
 }
 """Functions that describe each codec family. A new codec needs one more row."""
+
+
+class RotationDescription(NamedTuple):
+    """C description of a rotation, and the tensors to which ``struct`` points."""
+
+    struct: library.Rotation
+    keep_alive: tuple[torch.Tensor, ...]
+
+
+NO_ROTATION = RotationDescription(library.Rotation(), ())
+
+
+@lru_cache(64)
+def describe_rotation(rotation: Rotation) -> RotationDescription:
+    if rotation.kind == "none":
+        return NO_ROTATION
+    order = next(p for p in (1, *PALEY_ORDERS) if rotation.dim % p == 0 and is_power_of_two(rotation.dim // p))
+    paley = torch.tensor(hadamard(order), dtype=torch.float32, device="cpu")
+    first = torch.tensor(hadamard(rotation.dim)[0], dtype=torch.float32, device="cpu")
+    factors = (rotation.matrix()[0] * first).contiguous()
+    return RotationDescription(library.Rotation(order, paley.data_ptr(), factors.data_ptr()), (paley, factors))

@@ -33,7 +33,7 @@ from kvpack.formats.token_norms import MAX_PER_PAGE, PAGE_TOKENS, drop_crowded_p
 from kvpack.formats.trellis import Trellis
 from kvpack.runtime.memory import empty
 
-from . import codecs, library, rotations
+from . import codecs, library
 
 TILE_CODECS = (Scalar, Octahedral, Polar, Quaternion, Angle, Trellis)
 """Codecs that the C kernels encode from tiles of rotated values."""
@@ -240,7 +240,7 @@ def create_call(
     assert description is not None
     if _TABLES not in codec.derived_values:
         codec.derived_values[_TABLES] = _encoder_tables(codec)
-    rotation, (candidates, tables) = rotations.describe(codec.rotation), codec.derived_values[_TABLES]
+    rotation, (candidates, tables) = codecs.describe_rotation(codec.rotation), codec.derived_values[_TABLES]
     call = library.EncodeArguments(
         *shape, ctypes.pointer(description.struct), library.Stream(), DTYPES.index(dtype), rotation.struct, threads=1
     )

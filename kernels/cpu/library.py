@@ -278,3 +278,14 @@ def thread_count(threads: int | None, default: int) -> int:
     if not (text.isascii() and text.isdigit() and 1 <= len(text) <= 4 and int(text) >= 1):
         raise InvalidParameter(f"the environment variable {THREADS} is {text!r}; set it to an integer from 1 to 9999, or unset it")
     return int(text)
+
+
+def add_words(data: memoryview, checksum: int) -> int:
+    """Return ``checksum`` updated with the 4-byte words of ``data`` (spec/row.md). The length of ``data`` must be a multiple of 4."""
+    c_library = library()
+    assert c_library is not None
+    import numpy
+
+    address = numpy.frombuffer(data, numpy.uint8).ctypes.data
+    result: int = c_library.kvpack_checksum(address, len(data) // 4, checksum)
+    return result

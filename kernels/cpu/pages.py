@@ -19,7 +19,7 @@ from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.formats.streams import DTYPE_BYTES
 from kvpack.formats.token_norms import GROUP_RATIO, HEADS, MAX_PER_PAGE, PAGE_TOKENS, SHARED_RATIO, TOKENS
 
-from . import codecs, encode, library, rotations
+from . import codecs, encode, library
 
 DTYPES = encode.DTYPES
 
@@ -118,7 +118,7 @@ class PageDecoder:
         description = codecs.describe(codec)
         assert description is not None
         self._streams = [(streams[name], stride) for name in description.streams]
-        self._tokens, self._described, rotation = tokens, description, rotations.describe(codec.rotation)
+        self._tokens, self._described, rotation = tokens, description, codecs.describe_rotation(codec.rotation)
         self._kept = rotation
         side = library.SideArgument(ctypes.pointer(description.struct), None, 1)
         self._call = library.UnpackArguments(

@@ -12,7 +12,7 @@ from kvpack.formats.channel_scale import ChannelScale, factors
 from kvpack.formats.sidecar import RawTokenSidecar
 from kvpack.formats.sidecars import CodecWithSidecars
 
-from . import library, rotations, sides
+from . import codecs, library, sides
 from .sides import Side, SidePart
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -68,7 +68,7 @@ def _unpack_parts(side: Side, parts: list[SidePart], out: torch.Tensor, threads:
     threads = min(library.thread_count(threads, torch.get_num_threads()), max_threads)
     for part in parts:
         description = part.describe()
-        rotation = rotations.NO_ROTATION if part.frame is None else rotations.describe(side.codec.rotation)
+        rotation = codecs.NO_ROTATION if part.frame is None else codecs.describe_rotation(side.codec.rotation)
         scales = None if part.frame is None else _channel_scales(side.codec, part.frame)
         call = library.UnpackArguments(
             batch, heads, part.start, part.stop, part.to_struct(description), DTYPES.index(out.dtype), rotation.struct,

@@ -7,6 +7,7 @@ returns the same object. Objects compare by identity.
 from __future__ import annotations
 
 import operator
+import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -30,11 +31,10 @@ from kvpack.formats.errors import InvalidParameter, InvalidType, NotConsecutive,
 from .conversion import convert_layers
 from .layer import Layer, Pair, slice_layer
 from .packed_objects import PackedObject, explain_errors
-from .rows import row_indices
+from .side import row_indices
 from .states import States, StatesAt, collect_states, select_states, with_states
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator, Mapping, Sequence
 
     from kvpack.formats.base import Codec
@@ -447,3 +447,18 @@ def side_entry(side: Side, codec: int) -> SideEntry:
             rows[name] += streams[name].shape[2]
     tail, dtype = side.tail.shape[2], RAW_NAMES[side.tail.dtype]
     return SideEntry(codec, side.batch, side.heads, side.merged_runs(), tail, dtype, side.window, tuple(rows.items()))
+
+
+def check_packed(value: Any, call: str) -> None:
+    """Raise InvalidType unless ``value`` is a Cache. The message suggests ``call``, with ``{}`` in place of the cache."""
+    if isinstance(value, Cache):
+        return
+    if isinstance(getattr(value, "packed", None), Cache):
+        correct_call = call.format("cache.packed")
+    elif isinstance(value, (str, os.PathLike)):
+        correct_call = call.format(f"kvpack.load({os.fspath(value)!r})")
+    elif isinstance(value, (list, tuple)) or hasattr(value, "layers"):
+        correct_call = call.format("kvpack.pack(past_key_values, recipe)")
+    else:
+        raise InvalidType(f"a {type(value).__name__} is not a packed cache: create one with kvpack.pack, or read one with kvpack.load")
+    raise InvalidType(f"a {type(value).__name__} is not a packed cache: use {correct_call}")

@@ -19,9 +19,9 @@ from kvpack.formats.arguments import as_integer, check_callback, check_flag, che
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.runtime.modes import float32_no_grad
 
+from .cache import check_packed
 from .device_copy import Bus, CopyQueue
 from .layer import Layer
-from .packed_argument import check_packed
 from .parts import CachePart, Layers, Tokens
 from .staged_load import load_layers
 from .staged_save import save_from

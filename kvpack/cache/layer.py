@@ -17,7 +17,7 @@ from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions
 
 from .packed_objects import PackedObject, explain_errors
-from .rows import check_rows, row_indices
+from .side import check_rows, row_indices
 
 if TYPE_CHECKING:
     from .side import Rows, Side

@@ -19,7 +19,7 @@ from kvpack.coding import dispatch
 from kvpack.coding.blocks import for_each_block
 from kvpack.coding.dispatch import unpack_into
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, check_finite, encode, is_rounded
-from kvpack.formats.arguments import as_integer, check_floating, checked_device
+from kvpack.formats.arguments import as_integer, check_floating, checked_device, describe
 from kvpack.formats.batch import select_sequences, split_sequences
 from kvpack.formats.errors import InvalidParameter, InvalidType, NotConsecutive, OutOfBounds
 from kvpack.formats.raw import EXACT_DTYPES
@@ -29,7 +29,6 @@ from kvpack.runtime.modes import float32_no_grad, writable
 
 from .packed_objects import PackedObject
 from .packed_runs import PackedRun, PackedRuns, Stretch
-from .rows import check_rows, row_indices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -443,3 +442,30 @@ def pack_sides(
             runs = PackedRuns(() if part is None else (Stretch(codec, numpy.array([packed], numpy.int64), part),))
             sides.append(Side(codec, runs, tail.clone(), window))
         return sides
+
+
+def row_indices(indices: Rows) -> tuple[int, ...]:
+    """Return ``indices`` as integers. Raises InvalidParameter unless they are a list or a rank-1 tensor of at least one integer."""
+    if isinstance(indices, torch.Tensor):
+        if indices.dim() != 1:
+            raise InvalidParameter(f"indices is a tensor of shape {list(indices.shape)}, expected a list or a tensor of rank 1")
+        if indices.is_meta or indices.layout != torch.strided:
+            raise InvalidParameter(f"indices is {describe(indices)} on {indices.device}, expected a list or a dense tensor")
+        indices = indices.tolist()
+    if isinstance(indices, str | bytes) or not hasattr(indices, "__iter__"):
+        raise InvalidParameter(f"indices is {describe(indices)}, expected a list of integers, such as select([0, 2])")
+    rows = []
+    for index in indices:
+        if isinstance(index, bool | type) or not isinstance(index, SupportsIndex):
+            raise InvalidParameter(f"indices contains {describe(index)}, expected integers, such as select([0, 2])")
+        rows.append(as_integer(index, "a sequence index"))
+    if not rows:
+        raise InvalidParameter("indices is empty: pass at least one sequence index")
+    return tuple(rows)
+
+
+def check_rows(rows: Iterable[int], batch: int) -> None:
+    """Raise OutOfBounds unless all ``rows`` are valid indices in a batch of ``batch`` sequences."""
+    for row in rows:
+        if not 0 <= row < batch:
+            raise OutOfBounds(f"sequence {row} was requested from a batch of {batch} sequences, expected an index from 0 to {batch - 1}")

@@ -366,9 +366,9 @@ def _add_words(data: memoryview, sum_: int) -> int | None:
     """Add words to a row's checksum in C. Returns None if the C kernels are unavailable or disabled."""
     if not _c_is_enabled():
         return None
-    from kvpack.kernels.cpu import checksum
+    from kvpack.kernels.cpu.library import add_words
 
-    return checksum.add_words(data, sum_)
+    return add_words(data, sum_)
 
 
 row.compiled = _add_words

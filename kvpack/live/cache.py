@@ -12,10 +12,9 @@ from typing import Any, NoReturn
 import torch
 
 from kvpack.attention import warm_up
-from kvpack.cache.cache import Cache
+from kvpack.cache.cache import Cache, check_packed
 from kvpack.cache.layer import Layer
-from kvpack.cache.packed_argument import check_packed
-from kvpack.cache.rows import check_rows, row_indices
+from kvpack.cache.side import check_rows, row_indices
 from kvpack.coding.recipes import SIDES, Recipe, parse_recipe
 from kvpack.file.limits import MAX_LAYERS
 from kvpack.formats.arguments import as_integer, check_flag, check_floating, checked_device, describe

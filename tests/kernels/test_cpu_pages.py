@@ -11,7 +11,7 @@ from kvpack.coding import dispatch
 from kvpack.file import row as rows_of
 from kvpack.formats.raw_positions import RawPositions, choose_slot_tokens, slot_mask
 from kvpack.formats.token_norms import HEADS, TOKENS, measure_fit_errors, norms_per_head
-from kvpack.kernels.cpu import checksum, encode, library
+from kvpack.kernels.cpu import encode, library
 from kvpack.kernels.cpu.pages import RawTokenChooser
 from kvpack.pages import PageBuffer, PageCodec, PageGeometry
 
@@ -62,7 +62,7 @@ def test_checksums_read_only_their_words() -> None:
         expected = start
         for at in range(0, len(data), 4):
             expected = (expected * rows_of.MULTIPLIER + int.from_bytes(data[at : at + 4], "little")) % 2**64
-        assert checksum.add_words(data, start) == expected
+        assert library.add_words(data, start) == expected
 
 
 @pytest.mark.parametrize("shared", [(), (HEADS,), (TOKENS,), (HEADS, TOKENS)])

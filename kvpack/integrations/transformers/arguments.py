@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from kvpack.cache.cache import Cache
-from kvpack.cache.packed_argument import check_packed
+from kvpack.cache.cache import Cache, check_packed
 from kvpack.formats.arguments import check_flag, describe
 from kvpack.formats.errors import InvalidParameter, InvalidType
 

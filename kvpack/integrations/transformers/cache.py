@@ -16,7 +16,7 @@ import torch
 from kvpack import cache_names
 from kvpack.cache.cache import Cache, without_states
 from kvpack.cache.files import load
-from kvpack.cache.rows import row_indices
+from kvpack.cache.side import row_indices
 from kvpack.cache.states import with_states
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.inputs import Inputs

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpack.cache.cache import Cache, all_states
-from kvpack.cache.rows import row_indices
+from kvpack.cache.side import row_indices
 from kvpack.cache.states import SelectedStates, States
 from kvpack.formats.errors import OutOfBounds
 from kvpack.live.cache import LiveCache

@@ -10,7 +10,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from kvpack.cache.cache import Cache
 from kvpack.cache.dense_states import read_states
-from kvpack.cache.rows import row_indices
+from kvpack.cache.side import row_indices
 from kvpack.cache.states import States
 from kvpack.formats.errors import InvalidParameter
 from kvpack.live.cache import LiveCache

@@ -246,7 +246,9 @@ _OWN_LABELS = {"le", "operation", "reason", "tier"}
 
 
 def _warn(operation: str, error: BaseException) -> None:
-    log.warning("%s: %s (counted as a fault; later faults of this kind are not logged)", operation, error)
+    # obstore's messages have dozens of lines.
+    reason = str(error).partition("\n")[0]
+    log.warning("%s: %s (counted as a fault; later faults of this kind are not logged)", operation, reason)
 
 
 def fault_reason(error: BaseException) -> str:

@@ -233,12 +233,12 @@ def _open_url(url: str, timeout: float, options: Mapping[str, Any] | None) -> An
     from obstore.store import from_url
 
     limit = datetime.timedelta(seconds=timeout)
-    config = dict(options or {})
     # An endpoint with http:// is intentional.
     client = {"timeout": limit, "connect_timeout": limit, "allow_http": True}
-    client |= {name: config.pop(name) for name in _CLIENT_SETTINGS & set(config)}
-    settings: Any = {"config": config, "client_options": client, "retry_config": {"max_retries": 0, "retry_timeout": limit}}
     try:
+        config = dict(options or {})
+        client |= {name: config.pop(name) for name in _CLIENT_SETTINGS & set(config)}
+        settings: Any = {"config": config, "client_options": client, "retry_config": {"max_retries": 0, "retry_timeout": limit}}
         return from_url(url, **settings)
     except (BaseError, ValueError, TypeError) as error:
         reason = redacted_location(str(error).splitlines()[0])

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
-from kvpack.formats.arguments import describe
+from kvpack.formats.arguments import check_flag, describe
 from kvpack.formats.errors import InvalidParameter
 
 from .backend import MAX_ENTRY_BYTES
@@ -15,6 +15,7 @@ from .redaction import redacted_location
 MAX_SECONDS = 10**9
 """Maximum wait in seconds, 31 years. Some systems cannot represent longer times."""
 _MINIMUMS = {"max_bytes": 0, "min_free": 0, "ttl": 1}
+_FLAGS = ("durable", "write_back", "check_values")
 _BYTES = ("max_bytes", "min_free", "max_entry_bytes")
 
 
@@ -44,6 +45,8 @@ class LocationOptions:
             check_count(name, result.get(name, minimum), minimum)
         if self.timeout is not None:
             check_seconds("timeout", self.timeout)
+        for name in _FLAGS:
+            check_flag(getattr(self, name, None) or False, name)
         return result
 
 

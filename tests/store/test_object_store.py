@@ -412,7 +412,9 @@ def test_a_server_may_restart(server: Server, monkeypatch: pytest.MonkeyPatch) -
     check_death_and_return(server, lambda: at(server), monkeypatch)
 
 
-def test_a_hanging_server_costs_only_one_timeout(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_server_costs_only_one_timeout(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     ids = prompt(3)
     whole = save(at(server), ids)
     store = at(server, timeout=0.3)
@@ -425,6 +427,8 @@ def test_a_hanging_server_costs_only_one_timeout(server: Server, monkeypatch: py
         # Three at once in the first load wait; then nothing is asked.
         assert faults["get GenericError"] <= 3
         assert sum(faults.values()) == faults["get GenericError"] + faults["get CircuitOpen"]
+        assert caplog.records
+        assert not any("\n" in record.getMessage() for record in caplog.records), "a fault was logged on several lines"
     finally:
         os.kill(server.number, signal.SIGCONT)
     assert is_same_prefix(at(server).load(ids)[1], whole)
@@ -459,7 +463,10 @@ def test_every_hit_is_correct_while_the_server_is_killed_paused_and_started(serv
     [
         ("s3://", {}, "location 's3://' or its storage_options are invalid"),
         ("s3://bucket", {"storage_options": {"endpint": "x"}}, "Configuration key: 'endpint' is not valid"),
+        ("s3://bucket", {"storage_options": "endpoint"}, "location 's3://bucket' or its storage_options are invalid"),
         ("s3://bucket", {"durable": True}, "an object store has no option durable"),
+        ("folder", {"durable": "no"}, "durable is 'no', expected True or False"),
+        ("folder", {"check_values": "no"}, "check_values is 'no', expected True or False"),
         ("folder", {"storage_options": {}}, "a folder has no option storage_options"),
         ("ftp://host/x", {}, r"begins with 'ftp://', expected one of redis://.*s3://"),
         (Path("s3://bucket"), {}, r"begins with 's3:/', expected one of .* in a str"),

@@ -17,7 +17,7 @@ from kvpack.bench import real_model
 from kvpack.cli import parser
 from kvpack.coding.presets import PUBLISHED
 from kvpack.coding.recipes import Recipe
-from kvpack.commands.recipes import bit_rates
+from kvpack.commands.recipes import _equal_layers, recipe_sizes
 from support.markdown_examples import blocks, run_examples
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -166,14 +166,14 @@ def test_tables_are_present() -> None:
 def test_bits_in_guides_are_correct(preset: str) -> None:
     source, nominal, stored = _rows(4)[preset]
     assert source == PUBLISHED[preset].source
-    nominal_bits, stored_bits = bit_rates(Recipe(preset), layers=32, heads=8, tokens=4096, dim=128)
+    nominal_bits, stored_bits, _ = recipe_sizes(Recipe(preset), _equal_layers(layers=32, heads=8, tokens=4096, dim=128))
     assert (nominal, stored) == (f"{nominal_bits:.2f}", f"{stored_bits:.2f}")
     # The rates of a cache that is not made are those of one that is.
     x = torch.randn(1, 2, 300, 128, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     cache = kvpack.pack((x, x), preset)
     # What entropy coding takes is known for normally distributed values only nearly.
     near = 2e-3 if preset == "lossless" else None
-    expected = bit_rates(Recipe(preset), layers=1, heads=2, tokens=300, dim=128)
+    expected = recipe_sizes(Recipe(preset), _equal_layers(layers=1, heads=2, tokens=300, dim=128))[:2]
     assert (cache.nominal_bits, cache.bits_per_value) == pytest.approx(expected, near)
 
 

@@ -375,7 +375,7 @@ class _Measurement:
             length = tokens.shape[1]
             make_asked = partial(NeedleAnswer.grade, length, prompt.depths)
             # Copy the cache for each question, because it may grow in place.
-            new_cache = partial(_new_cache, self.model, pairs)
+            new_cache = partial(_copied_cache, self.model, pairs)
             exact_answers += make_asked(needles.grade_answers(self.model, prompt, new_cache))
             self._count_step()
             for recipe, right in zip(self.recipes, result, strict=True):
@@ -417,12 +417,8 @@ class _Measurement:
             self.progress(self.done, read * (1 + len(self.recipes)))
 
 
-def _new_cache(model: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    return uncompressed_cache(model, _copy_pairs(pairs))
-
-
-def _copy_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(k.clone(), v.clone()) for k, v in pairs]
+def _copied_cache(model: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    return uncompressed_cache(model, [(k.clone(), v.clone()) for k, v in pairs])
 
 
 def _make_folder(path: str) -> None:

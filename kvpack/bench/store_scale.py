@@ -130,7 +130,8 @@ class _ScaleBenchmark:
         """Add entries until the location contains ``entries``. Returns the number of added entries."""
         backend = open_backend(self._location, Counters(), UNENCRYPTED, LocationOptions())
         existing, put = backend.size()[0], 0
-        like = [_EntryTemplate(self._identified_chunk(number)) for number in range(CHUNKS)]
+        identity: dict[str, Any] = {"model": self._identity.header_model, "recipe": self._identity.recipe}
+        like = [_EntryTemplate(replace(self._chunk(number), **identity)) for number in range(CHUNKS)]
         numbers = range(existing // CHUNKS, -(-entries // CHUNKS))
         # Add the first prefix through the backend, which counts the folder.
         for number in numbers[:1] if isinstance(backend, Directory) else numbers:
@@ -228,9 +229,6 @@ class _ScaleBenchmark:
 
     def _chunk(self, prefix_index: int) -> kvpack.Cache:
         return replace(self._one, start=CHUNK * prefix_index)
-
-    def _identified_chunk(self, prefix_index: int) -> kvpack.Cache:
-        return replace(self._chunk(prefix_index), model=self._identity.header_model, recipe=self._identity.recipe)
 
     def _time_lookups(self, lookup: Callable[[Any], int], count: int) -> float:
         prompts = [_prefix_ids(number)[: CHUNK * count] for number in range(LOOKUPS)]

@@ -383,11 +383,6 @@ def _layer_after(layer: LayerShape | None, tokens: int) -> _SizedLayer | None:
     return None if layer is None else _SizedLayer(*layer[:3], tokens if layer.window is None else min(tokens, layer.window))
 
 
-def bit_rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tuple[float, float]:
-    """Return the nominal and the actual bits per value of a cache in which all layers have the same shape (see ``recipe_sizes``)."""
-    return recipe_sizes(recipe, _equal_layers(layers, heads, tokens, dim))[:2]
-
-
 def recipe_sizes(recipe: Recipe, layers: Sequence[_SizedLayer | None]) -> tuple[float, float, int]:
     """Return nominal bits per value, bits per value of a file with one sequence, and the file's size in bytes.
 

@@ -10,7 +10,6 @@ import time
 from typing import Any
 
 from kvpack.output import add_json, bytes_text, format_count, print_json, print_report, print_table, printable, progress
-from kvpack.store.backend import Pin
 from kvpack.store.catalog import Catalog, Prefix
 
 from .command_store import parse_byte_count, parse_duration, parse_positive_byte_count
@@ -229,7 +228,9 @@ def run_stat(arguments: argparse.Namespace) -> int:
         return store.exit_code()
     identities: list[dict[str, Any]] = [{"model": model, "recipe": recipe, **counts} for model, recipe, counts in summary.identities()]
     kinds = {kind: count["entries"] for kind, count in summary.kinds.items()}
-    pins = [_pin_summary(pin) for pin in store.backend.pins()]
+    pins: list[dict[str, Any]] = [
+        {"key": pin.key.hex(), "owner": pin.owner, "chunks": len(pin.chain), "until": pin.until} for pin in store.backend.pins()
+    ]
     if arguments.json:
         total = {"entries": entries, "bytes": size, "pinned": pinned, "unreadable": unreadable, "undecryptable": closed}
         print_json({**total, **kinds, "identities": identities, "pins": pins})
@@ -270,10 +271,6 @@ def run_stat(arguments: argparse.Namespace) -> int:
             text_columns=2,
         )
     return store.exit_code()
-
-
-def _pin_summary(pin: Pin) -> dict[str, Any]:
-    return {"key": pin.key.hex(), "owner": pin.owner, "chunks": len(pin.chain), "until": pin.until}
 
 
 def _expiry_text(until: int | None) -> str:

@@ -290,7 +290,8 @@ class Inputs:
             known = tuple((inputs.token_ids + rows[at : at + size])[:limit] for at in range(12, len(rows), size))
             if len(set(known)) > 1:
                 items = list(zip(inputs.undetermined, inputs.starts, strict=True))
-                differ = [] if _sequences_differ(inputs) else _common_ids(known, start)[2]
+                rows_differ = any(text.endswith(ROWS_DIFFER) for text in inputs.undetermined)
+                differ = [] if rows_differ else _common_ids(known, start)[2]
                 inputs = _joined_inputs(inputs.token_ids, [*items, *differ], known)
             else:
                 inputs = replace(inputs, token_ids=known[0])
@@ -427,10 +428,6 @@ def _repeat_for_rows(ids: tuple[bytes, ...], count: int) -> tuple[bytes, ...]:
 def differing_ids_clause(start: int, stop: int) -> str:
     """Return the clause for tokens ``[start, stop)`` with different ids in different sequences."""
     return f"{'tokens' if stop - start > 1 else 'token'} {start}{f' to {stop - 1}' if stop - start > 1 else ''} {ROWS_DIFFER}"
-
-
-def _sequences_differ(inputs: Inputs) -> bool:
-    return any(text.endswith(ROWS_DIFFER) for text in inputs.undetermined)
 
 
 def _common_ids(rows: Sequence[bytes], first: int) -> tuple[bytes, tuple[bytes, ...], list[tuple[str, int]]]:

@@ -48,7 +48,9 @@ def open_backend(
         return _open_tiers(location, counters, entry_format, skip_sweep=skip_sweep, **keywords)
     kind = _location_kind(location)
     _check_options(kind.name, keywords, kind.options)
-    return kind.open(location, counters, entry_format, skip_sweep=skip_sweep, **keywords)
+    if kind is FOLDER:
+        location, keywords["skip_sweep"] = _folder(location), skip_sweep
+    return kind.open(location, counters, entry_format, **keywords)
 
 
 def _check_options(kind: str, options: Mapping[str, Any], supported: set[str], hint: str = "") -> None:
@@ -91,39 +93,23 @@ class LocationKind(NamedTuple):
     """URL prefixes of such locations."""
     matches: Callable[[Any], bool]
     open: Callable[..., Backend]
-    """Opens the backend. The arguments are a location, counters, the format of entries, ``skip_sweep`` and the options."""
+    """Opens the backend. The arguments are a location, counters, the format of entries and the options."""
 
 
-def _open_memory(location: str, counters: Counters, entry_format: EntryFormat, *, skip_sweep: bool, **options: Any) -> Backend:
+def _open_memory(location: str, counters: Counters, entry_format: EntryFormat, **options: Any) -> Backend:
     if "max_bytes" not in options:
         raise InvalidParameter("an in-memory store exists only in its own process, and needs a budget: pass max_bytes=")
     return MemoryBackend(counters, **options)
 
 
-def _open_redis(location: str, counters: Counters, entry_format: EntryFormat, *, skip_sweep: bool, **options: Any) -> Backend:
-    return Redis(location, counters, entry_format, **options)
-
-
-def _open_object_store(location: Any, counters: Counters, entry_format: EntryFormat, *, skip_sweep: bool, **options: Any) -> Backend:
-    return ObjectStore(location, counters, entry_format, **options)
-
-
-def _open_folder(location: Any, counters: Counters, entry_format: EntryFormat, *, skip_sweep: bool, **options: Any) -> Backend:
-    return Directory(_folder(location), counters, entry_format, skip_sweep=skip_sweep, **options)
-
-
 KINDS = [
-    LocationKind("a Redis server", {"max_bytes", "ttl", "timeout"}, REDIS_SCHEMES, is_redis, _open_redis),
-    LocationKind(
-        "an object store", {"max_bytes", "ttl", "timeout", "storage_options"}, OBJECT_STORE_SCHEMES, is_object_store, _open_object_store
-    ),
+    LocationKind("a Redis server", {"max_bytes", "ttl", "timeout"}, REDIS_SCHEMES, is_redis, Redis),
+    LocationKind("an object store", {"max_bytes", "ttl", "timeout", "storage_options"}, OBJECT_STORE_SCHEMES, is_object_store, ObjectStore),
     LocationKind("memory", {"max_bytes"}, (MEMORY,), lambda location: isinstance(location, str) and location == MEMORY, _open_memory),
 ]
 """Kinds of locations other than folders. Any other text is the path of a folder."""
 
-FOLDER = LocationKind(
-    "a folder", {"max_bytes", "min_free", "durable", "trusted_group", "ttl"}, (_FILE,), lambda location: True, _open_folder
-)
+FOLDER = LocationKind("a folder", {"max_bytes", "min_free", "durable", "trusted_group", "ttl"}, (_FILE,), lambda location: True, Directory)
 
 
 def _location_kind(location: Any) -> LocationKind:

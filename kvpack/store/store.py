@@ -333,7 +333,8 @@ class Store:
         """Return the entry of chunk ``index`` as byte buffers. If the chunk cannot be encoded, count a fault and return None."""
         key, parent, chunk_ids, digest = link
         try:
-            chunk = self._with_identity(cache[:, index * self.chunk : (index + 1) * self.chunk])
+            chunk = cache[:, index * self.chunk : (index + 1) * self.chunk]
+            chunk = replace(chunk, model=self._model, recipe=self.identity.recipe, inputs=None, metadata={}, position_offsets=None)
             check_decoded_size(chunk, key, self._max_entry_bytes)
             pieces = to_pieces(chunk, key, parent, chunk_ids, digest)
             if self._cipher is not None:
@@ -472,6 +473,3 @@ class Store:
         except (MemoryError, torch.OutOfMemoryError) as error:
             self._counters.fault("load", error)
             return None
-
-    def _with_identity(self, chunk: Cache) -> Cache:
-        return replace(chunk, model=self._model, recipe=self.identity.recipe, inputs=None, metadata={}, position_offsets=None)

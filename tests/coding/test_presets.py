@@ -15,7 +15,7 @@ from kvpack import cli
 from kvpack.coding.presets import ADDITIONS, PUBLISHED
 from kvpack.coding.recipes import PRESETS, Recipe
 from kvpack.coding.recorded_presets import RECORDED
-from kvpack.commands.recipes import bit_rates
+from kvpack.commands.recipes import _equal_layers, recipe_sizes
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from support.caches import random_pairs
 from support.klt_bases import random_basis
@@ -111,14 +111,14 @@ def test_symmetric_presets_have_centers_of_zero() -> None:
 def test_rates_equal_those_of_a_packed_cache(recipe: str) -> None:
     layers = 22
     cache = kvpack.pack(random_pairs(layers, 75), recipe)
-    assert bit_rates(Recipe(recipe), layers, 2, 75, 64) == pytest.approx((cache.nominal_bits, cache.bits_per_value))
+    assert recipe_sizes(Recipe(recipe), _equal_layers(layers, 2, 75, 64))[:2] == pytest.approx((cache.nominal_bits, cache.bits_per_value))
 
 
 def test_rates_refuse_impossible_shapes() -> None:
     with pytest.raises(OutOfBounds, match=r"names layer \d+, but the cache has only 4 layers"):
-        bit_rates(Recipe("mixedkv-phi-1.5"), 4, 1, 1, 64)
+        recipe_sizes(Recipe("mixedkv-phi-1.5"), _equal_layers(4, 1, 1, 64))
     with pytest.raises(InvalidParameter, match="no Hadamard rotation for 72 channels"):
-        bit_rates(Recipe("octopus-3"), 1, 1, 1, 72)
+        recipe_sizes(Recipe("octopus-3"), _equal_layers(1, 1, 1, 72))
 
 
 @pytest.mark.scenario

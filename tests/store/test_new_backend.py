@@ -78,7 +78,7 @@ class Toy(SingleTierBackend):
         pass
 
 
-def _open(location: str, counters: Counters, form: EntryFormat, *, skip_sweep: bool) -> Toy:
+def _open(location: str, counters: Counters, form: EntryFormat) -> Toy:
     return Toy(location, counters)
 
 

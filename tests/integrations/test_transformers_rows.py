@@ -264,7 +264,7 @@ def test_a_prompt_is_compared_where_it_is_not_padded(tmp_path: Path) -> None:
     for prompt in (given, other):
         with KvpackCache.load(path, model, prompt=prompt) as cache:
             assert cache.get_seq_length() == TOKENS
-            found = model.generate(given, attention_mask=right, past_key_values=cache, **OPTIONS)
+            found = model.generate(prompt, attention_mask=right, past_key_values=cache, **OPTIONS)
             assert torch.equal(found[:, -5:], expected[:, -5:])
         with KvpackCache.load(path, model, prompt=prompt) as cache, pytest.raises(InvalidParameter, match="was hidden"):
             model.generate(given, attention_mask=torch.ones_like(right), past_key_values=cache, **OPTIONS)

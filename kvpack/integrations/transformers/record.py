@@ -147,7 +147,7 @@ class Record:
     def first_mismatch(self, ids: torch.Tensor) -> tuple[int, int, int, int] | None:
         """Return the first id in ``ids``, ``[batch, token]``, that differs from the known one, or None if all agree.
 
-        It is returned as (token, row, known id, other id).
+        It is returned as (token, row, known id, other id). The ids of hidden tokens, such as padding, do not matter.
         """
         self._settle_pending()
         recorded = self._ids[:, : ids.shape[1]]
@@ -156,7 +156,10 @@ class Record:
         # generate repeats each row for its beams.
         recorded = recorded.repeat_interleave(ids.shape[0] // recorded.shape[0], 0)
         actual = ids[:, : recorded.shape[1]].cpu()
-        differing = (actual != recorded).nonzero()
+        unequal = actual != recorded
+        if self._visible is not None and not ids.shape[0] % self._visible.shape[0]:
+            unequal &= self._visible[:, : unequal.shape[1]].repeat_interleave(ids.shape[0] // self._visible.shape[0], 0)
+        differing = unequal.nonzero()
         if not len(differing):
             return None
         row, token = differing[differing[:, 1].argmin()].tolist()

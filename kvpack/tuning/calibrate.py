@@ -65,6 +65,8 @@ WIDTHS_TOKENS = 1024
 SAMPLES = 8192
 """Number of tokens, over all windows, whose keys and values train the tables."""
 PROGRESS_SUFFIX = ".progress"
+WINDOW_STEPS = 32
+"""Number of steps of progress per window: about how many times as long as the fit of a tensor a window takes."""
 WRITE_INTERVAL = 20
 """Minimum time between two writes of progress, as a multiple of the time that the last one took. A GPU reads windows faster."""
 MAX_LAYER_CHANNELS = 512
@@ -131,7 +133,7 @@ def run(
     framing, reason = (None, None) if only else _frame_scope(network, words, settings.scope, tokens, longest)
     sizes["scope"] = "balanced only" if only else "none" if framing is None else framing.scope
     layer_ropes = _ropes(network, words, tokens, longest) if framing is None else framing.ropes
-    report = _gather_statistics(network, words, sizes, out + PROGRESS_SUFFIX, framing, layer_ropes, progress)
+    report = _gather_statistics(network, words, sizes, out + PROGRESS_SUFFIX, framing, layer_ropes, progress, len(read_again))
     halves = report.halves()
     for_frames, for_rows = _position_counts(settings, longest, position_limit(network))
     if layer_ropes is not None:
@@ -149,8 +151,7 @@ def run(
     if halves is None:
         # Without frames, kvpack's own presets use no widths.
         read_again = []
-    total = windows + len(report.sums) + len(halves or ()) + len(read_again) * (1 + 2 * len(halves or ()))
-    step = step_counter(progress, total, windows)
+    step = step_counter(progress, _total_steps(windows, report, len(read_again)), WINDOW_STEPS * windows)
 
     frames = None if framing is None else fit_frames(report, framing, step)
     rows = {} if only else fit_rows(report, step)
@@ -308,6 +309,7 @@ def _gather_statistics(
     framing: Framing | None,
     layer_ropes: Sequence[Rope | None] | None,
     progress: Progress | None,
+    windows_for_widths: int,
 ) -> Statistics:
     """Return the statistics of all windows. Windows that are already in the file ``path`` are not read again.
 
@@ -337,8 +339,14 @@ def _gather_statistics(
                 written = time.perf_counter()
                 writing = written - began
         if progress:
-            progress(number + 1, sizes["windows"] + len(result.sums) + len(result.halves() or ()))
+            progress(WINDOW_STEPS * (number + 1), _total_steps(sizes["windows"], result, windows_for_widths))
     return result
+
+
+def _total_steps(windows: int, statistics: Statistics, windows_for_widths: int) -> int:
+    """Return the number of steps of progress: windows, fits of tensors, and passes of the measurement of widths."""
+    layers = len(statistics.halves() or ())
+    return WINDOW_STEPS * windows + len(statistics.sums) + layers + (windows_for_widths * (1 + 2 * layers) if layers else 0)
 
 
 def _calibration_id(model: Any, text: Text, sizes: dict[str, Any]) -> str:

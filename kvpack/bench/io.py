@@ -71,6 +71,8 @@ def read_source(model: str | None, text: str | None, tokens: int | None, synthet
     Raises InvalidParameter if a shape is invalid or the text has too few tokens, and MissingFile if the text cannot be read.
     """
     if synthetic is not None or (model is None and text is None):
+        if tokens is not None:
+            raise InvalidParameter("--tokens applies only to --model and --text: pass the shape of Gaussian values with --synthetic")
         return _synthetic_source(synthetic or DEFAULT_SYNTHETIC)
     with model_folder(model) as folder:
         return _prefill_source(folder, text, tokens)

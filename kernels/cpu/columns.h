@@ -131,12 +131,20 @@ INLINE vf bounded_steps(vf x, float most) {
     return -larger(-larger(splat(0), x), splat(-most)) + magic - magic;
 }
 
-/* Returns the number of bounds below each value, among `levels` - 1 ascending bounds. `levels` is a power of two. */
-INLINE vi level_of(const Table *bounds, int32_t levels, vf x) {
-    vi level = splat_int(0);
+/* Counts the bounds below each of `count` vectors of values, among `levels` - 1 ascending bounds. `levels` is a power of two. */
+INLINE void levels_of(const Table *bounds, int32_t levels, const vf *x, vi *level, int count) {
     int32_t step = levels > 8 ? levels / 8 : 1;
-    for (int32_t bound = step; bound < levels; bound += step) level = add_above(x, splat(bounds->data[bound - 1]), level, step);
-    while (step /= 2) level = add_above(x, lookup(bounds->data, bounds->entries, level + (step - 1)), level, step);
+    UNROLLED for (int i = 0; i < count; i++) level[i] = splat_int(0);
+    for (int32_t bound = step; bound < levels; bound += step)
+        UNROLLED for (int i = 0; i < count; i++) level[i] = add_above(x[i], splat(bounds->data[bound - 1]), level[i], step);
+    while (step /= 2)
+        UNROLLED for (int i = 0; i < count; i++)
+            level[i] = add_above(x[i], lookup(bounds->data, bounds->entries, level[i] + (step - 1)), level[i], step);
+}
+
+INLINE vi level_of(const Table *bounds, int32_t levels, vf x) {
+    vi level;
+    levels_of(bounds, levels, &x, &level, 1);
     return level;
 }
 

@@ -21,10 +21,10 @@ INLINE void read_turned(const char *const *rows, int64_t ahead, int64_t at, int6
     turn(turned);
 }
 
-/* Loads the values of up to LANES tokens, subtracts their mean if there is one, and stores them transposed, from column `t` of the tile on.
+/* Loads the values of up to LANES tokens, divides channels by their factors and subtracts the tokens' mean if there are any, and stores them transposed, from column `t` of the tile on.
    They are multiplied by the rotation's factors, and norms are computed. Columns after the last token are zero. If `rotated` is set, the
    first steps of the rotation, over READ_TOGETHER channels, are done as well. */
-INLINE void read_tokens(const Encode *call, const char *x, const float *mean, int64_t tokens, int64_t t, const Encoded *out, int rotated,
+INLINE void read_tokens(const Encode *call, const char *x, const float *divisors, const float *mean, int64_t tokens, int64_t t, const Encoded *out, int rotated,
                         int64_t dtype) {
     int64_t dim = call->codec->dim, each = dtype == F32 ? 1 : 2, size = 4 / each;
     const float *factors = call->rotation.order ? call->rotation.factors : NULL;
@@ -39,7 +39,8 @@ INLINE void read_tokens(const Encode *call, const char *x, const float *mean, in
             int64_t here = rotated || d + c + READ_TOGETHER <= dim ? READ_TOGETHER : dim - d - c;
             vf value[READ_TOGETHER], part = splat(0);
             for (int64_t i = 0; i < READ_TOGETHER; i++) {
-                value[i] = value_of((vu)turned[(c + i) / each], i % 2, dtype);
+                value[i] = value_of((vu)turned[(c + i) >> (each - 1)], i % 2, dtype);
+                if (divisors && d + c + i < dim) value[i] /= divisors[d + c + i];
                 if (mean && d + c + i < dim) value[i] -= mean[d + c + i];
                 part += value[i] * value[i];
             }
@@ -55,10 +56,11 @@ INLINE void read_tokens(const Encode *call, const char *x, const float *mean, in
 INLINE void read_tile_of(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t count, const Encoded *out, int rotated,
                          int64_t dtype) {
     const char *x = row_of(&call->x, batch, head, start);
+    const float *divisors = call->factors.data ? (const float *)row_of(&call->factors, batch, head, 0) : NULL;
     for (int64_t t = 0; t < count; t += LANES) {
         const char *tokens = x + t * call->x.row;
         const float *mean = call->means.data ? (const float *)row_of(&call->means, batch, head, (start + t) / call->mean_tokens) : NULL;
-        read_tokens(call, tokens, mean, count - t, t, out, rotated, dtype);
+        read_tokens(call, tokens, divisors, mean, count - t, t, out, rotated, dtype);
     }
 }
 
@@ -66,14 +68,13 @@ INLINE void read_tile_of(const Encode *call, int64_t batch, int64_t head, int64_
 static void read_tile(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t count, const Encoded *out) {
     int64_t dim = call->codec->dim;
     int rotated = call->rotation.order == 1 && dim % READ_TOGETHER == 0;
-    switch (call->dtype + (rotated ? 3 : 0)) {
-        case F16: read_tile_of(call, batch, head, start, count, out, 0, F16); break;
-        case BF16: read_tile_of(call, batch, head, start, count, out, 0, BF16); break;
-        case F32: read_tile_of(call, batch, head, start, count, out, 0, F32); break;
-        case 3 + F16: read_tile_of(call, batch, head, start, count, out, 1, F16); break;
-        case 3 + BF16: read_tile_of(call, batch, head, start, count, out, 1, BF16); break;
-        default: read_tile_of(call, batch, head, start, count, out, 1, F32);
-    }
+    /* Other dtypes and tiles are rarer, so they share code. */
+    if (rotated && call->dtype == BF16)
+        read_tile_of(call, batch, head, start, count, out, 1, BF16);
+    else if (rotated && call->dtype == F32)
+        read_tile_of(call, batch, head, start, count, out, 1, F32);
+    else
+        read_tile_of(call, batch, head, start, count, out, rotated, call->dtype);
     rotate(&call->rotation, rotated ? READ_TOGETHER : call->rotation.order, dim, HALF_TILE, out->tokens, out->tile, out->spare);
     memset(out->tile + dim * HALF_TILE, 0, sizeof(float) * 3 * HALF_TILE);
 }

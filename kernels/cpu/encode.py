@@ -16,6 +16,7 @@ import torch
 
 from kvpack.formats.angle import Angle
 from kvpack.formats.base import Codec
+from kvpack.formats.channel_scale import SPAN_TOKENS, STREAM, ChannelScale
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.group import Group
 from kvpack.formats.key_mean import KeyMean
@@ -74,14 +75,15 @@ def supports(codec: Codec) -> bool:
     """Return True if the C kernels can encode values of ``DTYPES`` with ``codec``.
 
     Groups are supported only with float16 scales, without a rotation or token scales, and with fully used columns of up to 32 bits.
-    Minifloats are supported only without token scales and with fully used words. The only supported sidecar is a key mean whose page size
-    is a multiple of a vector register.
+    Minifloats are supported only without token scales and with fully used words. The only supported sidecars are a key mean whose page
+    size is a multiple of a vector register, and with it a channel scale.
     """
     if library.library() is None:
         return False
     if isinstance(codec, CodecWithSidecars):
         means = codec.sidecar(KeyMean)
-        if means is None or len(codec.sidecars) > 1 or means.tokens % _VECTOR_VALUES or codec.dim % _VECTOR_VALUES:
+        known = {*map(type, codec.sidecars)} <= {ChannelScale, KeyMean}
+        if means is None or not known or means.tokens % _VECTOR_VALUES or codec.dim % _VECTOR_VALUES:
             return False
         return isinstance(codec.codec, TILE_CODECS) and supports(codec.codec)
     if type(codec) is Group:
@@ -125,7 +127,7 @@ def encode(
     if x.dtype not in DTYPES or x.requires_grad or not (codec.dim == 1 or x.stride(3) == 1) or not supports(codec):
         return None
     if isinstance(codec, CodecWithSidecars):
-        return _encode_centered(codec, x, threads, level, norms, errors)
+        return _encode_centered(codec, x, previous, threads, level, norms, errors)
     streams_so_far: dict[str, torch.Tensor] = {}
     if isinstance(codec, Minifloat) and codec.run_scale is not None:
         if largest is None:
@@ -136,7 +138,7 @@ def encode(
         if scale is None:
             return None
         streams_so_far[codec.run_scale] = scale
-    return _encode(codec, x, streams_so_far, None, threads, level, norms, errors, skipped)
+    return _encode(codec, x, streams_so_far, None, None, threads, level, norms, errors, skipped)
 
 
 def encodes_in_one_call(codec: Codec) -> bool:
@@ -148,6 +150,7 @@ def _encode(
     codec: Codec,
     x: torch.Tensor,
     known: Mapping[str, torch.Tensor],
+    factors: torch.Tensor | None,
     means: tuple[torch.Tensor, int] | None,
     threads: int | None,
     level: int,
@@ -157,8 +160,8 @@ def _encode(
 ) -> dict[str, torch.Tensor] | None:
     """Encode ``x`` to streams. Returns None if ``formats/`` must encode ``x`` or reject some values.
 
-    ``known`` contains the streams computed so far. ``means`` contains vectors ``[batch, kv_head, page, dim]`` to subtract first, and the
-    number of tokens per page.
+    ``known`` contains the streams computed so far. Channels are first divided by ``factors``, float32 ``[batch, kv_head, 1, dim]``. Then
+    ``means`` are subtracted: vectors ``[batch, kv_head, page, dim]``, and the number of tokens per page.
     """
     batch, heads, tokens, _ = x.shape
     streams = {}
@@ -171,6 +174,8 @@ def _encode(
         streams | {name: stream.to(torch.float32).expand(batch, heads, -1) for name, stream in known.items()} if known else streams
     )
     call.streams = (library.Stream * len(names))(*map(library.Stream.describe, map(argument_streams.__getitem__, names)))
+    if factors is not None:
+        call.factors = library.Stream.describe(factors)
     if means is not None:
         call.means, call.mean_tokens = library.Stream.describe(means[0]), means[1]
     if norms is not None:
@@ -182,14 +187,46 @@ def _encode(
     return streams if library.run("encode", call, "encode") != REFUSED else None
 
 
-def _page_means(codec: Codec, x: torch.Tensor, page: int, threads: int | None, level: int) -> torch.Tensor:
-    """Return the means of pages of ``page`` tokens of ``x``, float32 ``[batch, kv_head, page, dim]``."""
+def _page_means(
+    codec: Codec,
+    x: torch.Tensor,
+    key_mean: KeyMean,
+    factors: torch.Tensor | None,
+    squares: torch.Tensor | None,
+    threads: int | None,
+    level: int,
+) -> torch.Tensor | None:
+    """Return the means of pages of ``x`` as ``KeyMean.page_means`` does, after dividing by ``factors``, or None if they may be too large.
+
+    The sums of squares over spans, float64 ``[2, batch, kv_head, dim, span]``, are written to ``squares``: without means, and of ``x``.
+    """
     batch, heads, tokens, dim = x.shape
-    result = empty((batch, heads, -(-tokens // page), dim), torch.float32, x.device)
+    result = empty((batch, heads, -(-tokens // key_mean.tokens), dim), torch.float32, x.device)
     call, _, _keep_alive = create_call(codec, x.shape[:3], x.dtype, x, threads, level)
-    call.means, call.mean_tokens = library.Stream.describe(result), page
+    call.means, call.mean_tokens, call.share = library.Stream.describe(result), key_mean.tokens, key_mean.share
+    if factors is not None:
+        call.factors = library.Stream.describe(factors)
+    call.squares = None if squares is None else squares.data_ptr()
     library.run("measure", call, "encode")
-    return result
+    return result if result.numel() and result.abs().amax().item() < _MAX_MEAN else None
+
+
+def _choose_factors(
+    codec: CodecWithSidecars, x: torch.Tensor, previous: Mapping[str, torch.Tensor] | None, threads: int | None, level: int
+) -> dict[str, torch.Tensor] | None:
+    """Return the streams of the codec's channel scale, as ``ChannelScale.begin`` does. Returns None if ``formats/`` must choose them."""
+    scale, key_mean = codec.sidecar(ChannelScale), codec.sidecar(KeyMean)
+    assert key_mean is not None
+    if scale is None:
+        return {}
+    if previous is not None and STREAM in previous:
+        return {STREAM: previous[STREAM]}
+    batch, heads, tokens, dim = x.shape
+    squares = torch.empty(2, batch, heads, dim, -(-tokens // SPAN_TOKENS), dtype=torch.float64, device="cpu")
+    if _page_means(codec.codec, x, key_mean, None, squares, threads, level) is None:
+        return None
+    squares[..., -1] *= SPAN_TOKENS / ((tokens - 1) % SPAN_TOKENS + 1)
+    return scale.choose(*squares.transpose(3, 4))
 
 
 def _compute_run_scale(
@@ -211,21 +248,31 @@ def _compute_run_scale(
 
 
 def _encode_centered(
-    codec: CodecWithSidecars, x: torch.Tensor, threads: int | None, level: int, norms: torch.Tensor | None, errors: torch.Tensor | None
+    codec: CodecWithSidecars,
+    x: torch.Tensor,
+    previous: Mapping[str, torch.Tensor] | None,
+    threads: int | None,
+    level: int,
+    norms: torch.Tensor | None,
+    errors: torch.Tensor | None,
 ) -> dict[str, torch.Tensor] | None:
-    """Encode ``x`` with a codec whose only sidecar is ``KeyMean``, to the same streams as ``formats/``."""
-    (key_mean,) = codec.sidecars
-    assert isinstance(key_mean, KeyMean)
-    mean = _page_means(codec.codec, x, key_mean.tokens, threads, level).mul_(key_mean.share)
-    if not mean.numel() or not mean.abs().amax().item() < _MAX_MEAN:
+    """Encode ``x`` with a codec whose sidecars are ``KeyMean`` and, possibly, ``ChannelScale``, to the same streams as ``formats/``."""
+    key_mean = codec.sidecar(KeyMean)
+    assert key_mean is not None
+    run_streams = _choose_factors(codec, x, previous, threads, level)
+    if run_streams is None:
+        return None
+    factors = run_streams[STREAM].to(torch.float32).contiguous() if run_streams else None
+    mean = _page_means(codec.codec, x, key_mean, factors, None, threads, level)
+    if mean is None:
         return None
     if _ROTATION not in codec.derived_values:
         codec.derived_values[_ROTATION] = codec.rotation.matrix()
     matrix = codec.derived_values[_ROTATION]
     mean_streams = key_mean.encode_means(product(mean.view(-1, codec.dim), matrix.T).view(mean.shape))
     vectors = product(key_mean.vectors(mean_streams).view(-1, codec.dim), matrix).view(mean.shape)
-    streams = _encode(codec.codec, x, {}, (vectors, key_mean.tokens), threads, level, norms, errors)
-    return None if streams is None else streams | mean_streams
+    streams = _encode(codec.codec, x, {}, factors, (vectors, key_mean.tokens), threads, level, norms, errors)
+    return None if streams is None else streams | run_streams | mean_streams
 
 
 def create_call(

@@ -8,25 +8,29 @@ static void best_scales(const Encode *call, const Encoded *out, const float *per
                         float *best_squares) {
     static const float scales[SCALES] = {.85f, .95f, 1.05f, 1.15f};
     const Codec *codec = call->codec;
-    const int32_t *channel = codec->channels;
-    float whole[HALF_TILE] = {0}, product[SCALES][HALF_TILE] = {{0}}, squares[SCALES][HALF_TILE] = {{0}};
-    for (int64_t part = 0; part < codec->packings; part++) {
-        const Packing *packing = &codec->packing[part];
-        const Table *table = &codec->table[part];
-        int32_t magnitudes = (int32_t)packing->digit[0].base / 2;
-        for (int64_t i = 0; i < packing->symbols; i++) {
-            const float *row = out->tile + *channel++ * HALF_TILE;
-            for (int64_t t = 0; t < out->tokens; t += LANES) {
-                vf x = magnitude_of(load(row + t) * load(per_norm + t));
-                store(whole + t, load(whole + t) + x * x);
-                for (int s = 0; s < SCALES; s++) {
-                    vf multiple = x * scales[s];
-                    vf error = multiple - lookup(table->data, table->entries, level_of(&call->bounds[part], magnitudes, multiple));
-                    store(product[s] + t, load(product[s] + t) + x * error);
-                    store(squares[s] + t, load(squares[s] + t) + error * error);
+    float whole[HALF_TILE], product[SCALES][HALF_TILE], squares[SCALES][HALF_TILE];
+    for (int64_t t = 0; t < out->tokens; t += LANES) {
+        const int32_t *channel = codec->channels;
+        vf square = splat(0), with_error[SCALES], of_error[SCALES];
+        UNROLLED for (int s = 0; s < SCALES; s++) with_error[s] = of_error[s] = splat(0);
+        for (int64_t part = 0; part < codec->packings; part++) {
+            const Packing *packing = &codec->packing[part];
+            const Table *table = &codec->table[part];
+            for (int64_t i = 0; i < packing->symbols; i++) {
+                vf x = magnitude_of(load(out->tile + *channel++ * HALF_TILE + t) * load(per_norm + t)), multiple[SCALES];
+                vi level[SCALES];
+                square += x * x;
+                UNROLLED for (int s = 0; s < SCALES; s++) multiple[s] = x * scales[s];
+                levels_of(&call->bounds[part], (int32_t)packing->digit[0].base / 2, multiple, level, SCALES);
+                UNROLLED for (int s = 0; s < SCALES; s++) {
+                    vf error = multiple[s] - lookup(table->data, table->entries, level[s]);
+                    with_error[s] += x * error;
+                    of_error[s] += error * error;
                 }
             }
         }
+        store(whole + t, square);
+        UNROLLED for (int s = 0; s < SCALES; s++) store(product[s] + t, with_error[s]), store(squares[s] + t, of_error[s]);
     }
     for (int64_t t = 0; t < out->tokens; t += LANES) {
         vf scale = splat(0), of_best = splat(0), squares_of_best = splat(0), sine_of_best = splat(0), square = load(whole + t);

@@ -7,11 +7,11 @@
 #define EXPORTED __attribute__((visibility("default")))
 
 /* Changes with every structure or function in this file. library.py refuses a library with another number. */
-#define KVPACK_INTERFACE 35
+#define KVPACK_INTERFACE 36
 
 enum { HEAD_RUN = 5 };
 enum { SIZE_FLOATS, SIZE_PAIRS, SIZE_POWERS };
-enum { MAX_SIZES = 128 };
+enum { MAX_SIZES = 128, SPAN = 16 };
 enum { MAX_PACKINGS = 12, MAX_DIGITS = 2, MAX_VALUES = 3, MAX_TABLES = 48, MAX_BOUNDS = 4 };
 
 /* Codec families, and the dtypes of numbers that are stored per token. */
@@ -183,9 +183,15 @@ typedef struct {
        quaternion: the secondary quaternions.
        Midpoints are followed by infinities. */
     Table bounds[MAX_BOUNDS];
-    /* key_mean: float [batch, kv_head, page, dim], subtracted from the tokens of each page of mean_tokens tokens (a multiple of 16),
-       unless its data is NULL. kvpack_measure writes these means. */
+    /* channel_scale: float [batch, kv_head, 1, dim], by which the values of each channel are divided first, unless its data is NULL. */
+    Stream factors;
+    /* key_mean: float [batch, kv_head, page, dim], subtracted from the tokens of each page of mean_tokens tokens (a multiple of SPAN),
+       unless its data is NULL. kvpack_measure writes these means, multiplied by `share`. */
     Stream means;
+    /* NULL, or [2][batch][kv_head][dim][span]: kvpack_measure writes the sum of squares of each channel over each span of SPAN tokens,
+       first of values without their means, and then of whole values. */
+    double *squares;
+    float share;
     /* NULL or, if the codec stores directions, float [batch][kv_head][token]: the norms of the encoded vectors, and their errors relative
        to the norms. Errors do not include the rounding of stored norms. */
     float *norms, *errors;

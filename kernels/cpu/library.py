@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 THREADS = "KVPACK_THREADS"
 """Name of the environment variable that sets the number of threads per call."""
 
-INTERFACE = 35
+INTERFACE = 36
 """Version of interface.h that the structures below mirror."""
 
 _OUT_OF_MEMORY = 1
@@ -130,7 +130,10 @@ class EncodeArguments(Structure):
         ("per_middle", c_float),
         *((name, c_int64) for name in ("unbiased", "candidates", "scaled")),
         ("bounds", Table * MAX_BOUNDS),
+        ("factors", Stream),
         ("means", Stream),
+        ("squares", c_void_p),
+        ("share", c_float),
         *((name, c_void_p) for name in ("norms", "errors", "skipped")),
         *((name, c_int64) for name in ("mean_tokens", "threads", "level")),
     )

@@ -271,20 +271,32 @@ def test_nan_in_minifloat_input_is_found_anywhere(words: str, dtype: torch.dtype
 @LEVELS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    "words", ["scalar:b=2,mean=128,mean_bits=4", "octahedral:b=3,mean=16", "scalar:b=4,mean=64,norm=log8", "angle:n=64,mean=1024"]
+    "words",
+    [
+        "scalar:b=2,mean=128,mean_bits=4",
+        "octahedral:b=3,mean=16,channel_scale=fp32",
+        "scalar:b=4,mean=64,norm=log8,channel_scale=fp16",
+        "angle:n=64,mean=1024",
+    ],
 )
-def test_means_equal_those_of_formats(words: str, dtype: torch.dtype, level: int) -> None:
+def test_means_and_channel_scales_equal_those_of_formats(words: str, dtype: torch.dtype, level: int) -> None:
     codec = kvpack.Recipe(f"k={words};v=raw;raw=0").codec(0, 1, "k", 64)
     x = contents("gaussian", (2, 2, 300, 64), 3) + 4 * contents("gaussian", (2, 2, 1, 64), 4)
+    x[..., ::9] *= 20
     x[1, 0, 130:] = 0
     x = with_poisoned_padding(x.to(dtype))
     assert cpu_encode.supports(codec)
     found, expected = cpu_encode.encode(codec, x, level=level), codec.encode(x.float())
     assert found is not None
-    assert list(found) == list(expected)
+    assert list(found) == [*codec.row_layouts]
     codec.check({name: stream.numpy() for name, stream in found.items()}, "x")
-    for name in ("key_mean", "key_mean_scale"):
+    for name in codec.sidecar_layout(1, 1, 0):
         assert torch.equal(bits(found[name]), bits(expected[name])), name
+    if "channel_scale" in words:
+        assert (expected["channel_scale"] > 1).any()
+        rest = cpu_encode.encode(codec, x, found, level=level)
+        assert rest is not None
+        assert all(torch.equal(bits(rest[name]), bits(found[name])) for name in found)
     for name in expected:
         if expected[name].dtype == torch.uint16:
             assert float((bits(found[name]) == bits(expected[name])).float().mean()) >= 1 - ROUNDED_OTHERWISE, name
@@ -293,7 +305,7 @@ def test_means_equal_those_of_formats(words: str, dtype: torch.dtype, level: int
 
 def test_means_of_other_pages_and_sidecars_are_left_to_formats() -> None:
     x = contents("gaussian", (1, 2, 40, 64), 0)
-    for words in ("scalar:b=2,mean=8", "scalar:b=2,mean=16,outliers=3", "scalar:b=2,outliers=3"):
+    for words in ("scalar:b=2,mean=8", "scalar:b=2,mean=16,outliers=3", "scalar:b=2,outliers=3", "scalar:b=2,channel_scale=fp16"):
         assert not cpu_encode.supports(kvpack.Recipe(f"k={words};v=raw;raw=0").codec(0, 1, "k", 64))
     assert cpu_encode.encode(kvpack.Recipe("k=scalar:b=2,mean=16;v=raw;raw=0").codec(0, 1, "k", 64), x * torch.nan) is None
 

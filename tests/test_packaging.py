@@ -147,7 +147,8 @@ WHEEL_SIZE = runpy.run_path(str(ROOT / ".ci" / "wheel_size.py"))
 READ_AT_RUN_TIME = (
     "kvpack/py.typed",
     "kvpack/bench/measured/quality.json",
-    "kvpack/bench/texts/",
+    "kvpack/bench/texts/books.txt.bz2",
+    "kvpack/bench/texts/code.txt.bz2",
     "kvpack/demo/",
     "kvpack/formats/trellis_tables.bin",
     "kvpack/javascript/",

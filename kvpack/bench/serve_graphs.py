@@ -99,9 +99,6 @@ def length_only_cache(tokens: int, layers: int) -> Any:
         def get_max_length(self) -> int:
             return -1
 
-        def get_max_cache_shape(self) -> int:
-            return -1
-
     return library.Cache(layers=[Layer() for _ in range(layers)])
 
 

@@ -337,13 +337,12 @@ class ObjectStore(SingleTierBackend):
             return
         present = {key for key, _, _ in entries}
         protected = merge_records({key: use for key, use in self._last_uses(records).items() if key in present}, time.time_ns())
-        if len(protected) < len(records) and all(
-            in_parallel(lambda name: self._put_record(name, protected[name]), protected, MAX_CONCURRENT_PUTS)
-        ):
-            list(in_parallel(self._remove, [name for name, _, _ in records], MAX_CONCURRENT_REQUESTS))
 
-    def _put_record(self, name: str, record: bytes) -> bool:
-        return self._guard.request("collect", lambda: self._objects.put(_USES + name, record), False)
+        def put_record(name: str) -> bool:
+            return self._guard.request("collect", lambda: self._objects.put(_USES + name, protected[name]), False)
+
+        if len(protected) < len(records) and all(in_parallel(put_record, protected, MAX_CONCURRENT_PUTS)):
+            list(in_parallel(self._remove, [name for name, _, _ in records], MAX_CONCURRENT_REQUESTS))
 
     def _leading_unexpired(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Return the keys before the first key whose entry has expired."""

@@ -139,7 +139,7 @@ def pack_candidates(
             packed[tensor_key], left_out[tensor_key] = {}, {}
             for codec in candidates[side]:
                 try:
-                    clause = _candidate_recipe(side, codec, basis)
+                    clause = Recipe(";".join(f"{other}={codec if other == side else 'raw'}" for other in SIDES), basis)
                     packed[tensor_key][codec] = _pack_tensor(
                         x.to(torch.bfloat16), (k_norms, v_norms), exact.prefix, clause, tensor_key, len(exact.pairs)
                     )
@@ -149,10 +149,6 @@ def pack_candidates(
                 reason = next(iter(left_out[tensor_key].values()))
                 raise InvalidParameter(f"no candidate can encode layers[{layer}].{side}: {reason}")
     return PackedCandidates(packed, left_out, length)
-
-
-def _candidate_recipe(side: str, codec: str, basis: Basis | None) -> Recipe:
-    return Recipe(";".join(f"{other}={codec if other == side else 'raw'}" for other in SIDES), basis)
 
 
 def _pack_tensor(

@@ -390,7 +390,7 @@ def _round_values(exact: torch.Tensor, dtype: str) -> torch.Tensor:
     """Round finite values to ``dtype``. float16 values stay finite in float16, which the nearest bf16 value may not be."""
     values = exact.to(getattr(torch, TORCH_DTYPE_NAMES[dtype]))
     if exact.dtype == torch.float16 and values.dtype == torch.bfloat16:
-        values.clamp_(-_MAX_BF16_IN_FP16, _MAX_BF16_IN_FP16)
+        return torch.where(exact.isinf(), values, values.clamp(-_MAX_BF16_IN_FP16, _MAX_BF16_IN_FP16))
     return values
 
 

@@ -151,7 +151,11 @@ def format_count(count: int, noun: str, plural: str = "") -> str:
 
 def parse_seed(text: str) -> int:
     """Parse a command's random seed. Raises ArgumentTypeError for a number that PyTorch cannot use."""
-    if abs(number := int(text)) >= 2**62:
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} must be an integer") from None
+    if abs(number) >= 2**62:
         raise argparse.ArgumentTypeError(f"{text:.80} must be less than 2**62 in magnitude")
     return number
 

@@ -46,7 +46,8 @@ class LocationOptions:
         if self.timeout is not None:
             check_seconds("timeout", self.timeout)
         for name in _FLAGS:
-            check_flag(getattr(self, name, None) or False, name)
+            if (flag := getattr(self, name, None)) is not None:
+                check_flag(flag, name)
         return result
 
 

@@ -355,7 +355,11 @@ class Recipe:
                     )
 
     def _check_order(self) -> None:
-        """Raise InvalidParameter if later clauses for all layers override a clause for some layers."""
+        """Raise InvalidParameter if the text names two presets, or if later clauses for all layers override a clause for some layers."""
+        presets = dict.fromkeys(rule.written for rule in self.rules if rule.written in self._named and rule.written not in ADDITIONS)
+        if len(presets) > 1:
+            first, second = tuple(presets)[:2]
+            reject_word(self._written, second, second, f"it already names {first!r}, and a recipe can name only one preset: remove one")
         covered: set[str] = set()
         for rule in reversed(self.rules):
             if rule.items is None:

@@ -57,7 +57,7 @@ DIGEST = "ab" * 32
         ),
         (
             "k=octahedral:b=3,mean=32,mean_bits=4,norm=log8;v=group:b=3;raw=4,0.5,4",
-            ["octopus-3", "octopus-3;raw=9;raw=4,0.5,4,bf16", "octopus-3;kivi-2;octopus-3"],
+            ["octopus-3", "octopus-3;raw=9;raw=4,0.5,4,bf16", "octopus-3;octopus-3"],
         ),
         (
             "k=octahedral:b=3,mean=32,mean_bits=4,norm=log8;v=group:b=3",
@@ -71,7 +71,7 @@ DIGEST = "ab" * 32
             "k=raw;v=scalar:b=2;raw=0,0.5,0,fp16",
             ["k=raw;v=scalar:b=2,raw_low_norm=0.5,raw_dtype=fp16", "raw=0,.5,0,fp16;k=raw;v=scalar:b=2"],
         ),
-        ("kv=raw:dtype=bf16", ["bf16;raw=4", "octopus-3;bf16", "kivi-2;layers=0--1:kv=raw:dtype=bf16"]),
+        ("kv=raw:dtype=bf16", ["bf16;raw=4", "octopus-3;kv=raw:dtype=bf16", "kivi-2;layers=0--1:kv=raw:dtype=bf16"]),
         ("kv=scalar:b=2;layers=0:k=scalar:b=2,raw_first=1", ["raw=1;kv=scalar:b=2;raw=0;layers=0:k=scalar:b=2,raw_first=1"]),
         (
             f"kv=klt:basis={DIGEST},bits=1.75",

@@ -61,7 +61,7 @@ def test_raw_stores_the_dtype_of_each_side() -> None:
         ("bf16", ("bf16",)),
         ("fp16;tail=32", ("fp16",)),
         ("k=raw;v=raw:dtype=fp16", ("fp16",)),
-        ("octopus-3;raw", ("bf16", "fp16", "fp32")),
+        ("octopus-3;kv=raw", ("bf16", "fp16", "fp32")),
         ("raw;layers=1:k=group:b=2", ()),
         ("k=raw:dtype=bf16;v=raw:dtype=fp16", ()),
         ("octopus-3;boundary-1", ()),

@@ -84,6 +84,11 @@ def test_an_ineffective_clause_is_refused(text: str, word: str) -> None:
     assert recipe[carets.index("^") : carets.rindex("^") + 1] == word
 
 
+def test_a_second_preset_is_refused() -> None:
+    with pytest.raises(InvalidParameter, match="already names 'kvpack-3', and a recipe can name only one preset"):
+        Recipe("kvpack-3;boundary-1;kvpack-4")
+
+
 def test_combining_codecs_of_two_presets_works_as_the_error_suggests() -> None:
     with pytest.raises(InvalidParameter, match=r"unknown codec 'kvpack-4': it is a preset, .*: write k=") as caught:
         Recipe("k=kvpack-4;v=kvpack-3")

@@ -187,7 +187,7 @@ class RawPositions(RawTokenSidecar):
         return {POSITIONS: token, VALUES: token}
 
     def shift_tokens(self, streams: Mapping[str, torch.Tensor], tokens: int | torch.Tensor) -> dict[str, torch.Tensor]:
-        words = _position_words(streams[POSITIONS])
+        words = _position_words_as_int64(streams[POSITIONS])
         token = _token_indices(words)
         used = (token >= 0).nonzero()[:, 0]
         positions = encode_positions((token + tokens)[used], words[used, -1])
@@ -439,13 +439,13 @@ def _token_indices(words: Any) -> Any:
 
 def _entry_positions(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the token index and the sequence index of each raw token, int64 ``[raw token]`` each. Unused entries are skipped."""
-    words = _position_words(positions)
+    words = _position_words_as_int64(positions)
     token = _token_indices(words)
     used = token >= 0
     return token[used], words[used, -1]
 
 
-def _position_words(positions: torch.Tensor) -> torch.Tensor:
+def _position_words_as_int64(positions: torch.Tensor) -> torch.Tensor:
     """Convert the words of positions ``[1, 1, entry, word]`` to int64 ``[entry, word]``."""
     return positions[0, 0].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)
 

@@ -66,7 +66,7 @@ def _check_recipe(basis: Basis, layers: list[Any], recipe: str) -> None:
     from kvpack.cache import files
 
     for made in (cache, again):
-        file = container.to_bytes(*files.file_arguments(made))
+        file = container.to_bytes(*files.header_and_arrays(made))
         reloaded = files.read(container.open_bytes(bytearray(file)), basis=basis)
         for values in _values(reloaded):
             assert values.isfinite().all(), f"{recipe}: finite values decode to different values"

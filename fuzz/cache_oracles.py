@@ -91,7 +91,7 @@ def check_append(data: bytes) -> bool:
             with warnings.catch_warnings(record=True) as shown:
                 warnings.simplefilter("always")
                 longer = cache.append(pairs)  # type: ignore[arg-type]
-            again = files.read(container.open_bytes(bytearray(container.to_bytes(*files.file_arguments(longer)))))
+            again = files.read(container.open_bytes(bytearray(container.to_bytes(*files.header_and_arrays(longer)))))
         except KvpackError:
             return True
         for layer, before in zip(longer, cache, strict=True):

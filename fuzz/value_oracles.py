@@ -75,7 +75,7 @@ def compare_values(data: bytes) -> None:
         return
     assert_same_cache(decoder.read(data, decompress, BASES), cache)
     _check_finite(cache)
-    again = load_checked(container.to_bytes(*files.file_arguments(cache)))
+    again = load_checked(container.to_bytes(*files.header_and_arrays(cache)))
     assert again is not None, "the cache is refused after it was saved again"
     assert_equal(again, cache, cache.tokens)
     half = cache.tokens // 2

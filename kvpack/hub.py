@@ -39,7 +39,7 @@ def model_folder(model: str | os.PathLike[str], *, weights: bool = True, revisio
 
 def _find_in_cache(name: str, weights: bool, revision: str | None) -> Path | None:
     """Return the model's folder in huggingface_hub's cache, or None if it is incomplete."""
-    config = _huggingface_hub(name).try_to_load_from_cache(name, "config.json", revision=revision)
+    config = _import_huggingface_hub(name).try_to_load_from_cache(name, "config.json", revision=revision)
     folder = Path(config).parent if isinstance(config, str) else None
     return folder if folder is not None and _is_complete(folder, weights) else None
 
@@ -59,7 +59,7 @@ def _has_weights(folder: Path, pattern: str) -> bool:
 
 
 def _download(name: str, weights: bool, revision: str | None) -> Path:
-    hub = _huggingface_hub(name)
+    hub = _import_huggingface_hub(name)
     reason = "it has no config.json, or no weights"
     refusals: tuple[type[Exception], ...] = (OSError, ValueError, *_network_errors(hub))
     try:
@@ -85,7 +85,7 @@ def _network_errors(hub: Any) -> tuple[type[Exception], ...]:
     return tuple(base for base in error.__mro__ if base.__name__ == "HTTPError")
 
 
-def _huggingface_hub(name: str) -> Any:
+def _import_huggingface_hub(name: str) -> Any:
     try:
         import huggingface_hub.constants
         import huggingface_hub.errors

@@ -60,7 +60,7 @@ class DecodedFrame(NamedTuple):
         if self.codec is not None and self.page is not None:
             return partial(_page_queries, self.codec, self.page, heads), 1.0
         matrix, factor = (None, 1.0) if self.codec is None else _column_matrix(self.codec, dtype, str(device))
-        return _dense_channels if matrix is None else lambda q: torch.matmul(q, matrix), factor
+        return _with_contiguous_channels if matrix is None else lambda q: torch.matmul(q, matrix), factor
 
     def sum_map(self, heads: int, dtype: torch.dtype, device: torch.device) -> TensorFunction:
         """Return a function that maps sums of values from this frame to the original frame, in ``dtype``.
@@ -107,7 +107,7 @@ class DecodedFrame(NamedTuple):
         return store
 
 
-def _dense_channels(q: torch.Tensor) -> torch.Tensor:
+def _with_contiguous_channels(q: torch.Tensor) -> torch.Tensor:
     return q if q.stride(3) == 1 else q.contiguous()
 
 

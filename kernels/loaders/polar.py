@@ -95,12 +95,13 @@ def tuple_index(values: tuple[int, ...], value: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def direction_table(codec: Polar, counts: tuple[frozenset[int], ...]) -> tuple[torch.Tensor, list[tuple[int, int]], float]:
+def direction_table(codec: Polar, angles_per_entry: tuple[frozenset[int], ...]) -> tuple[torch.Tensor, list[tuple[int, int]], float]:
     """Return the table of cosines and sines, the first entries of single and double angles in each level, and a scale.
 
-    The table is float16 ``[entry, 4]``. An entry is for one angle (stored twice) or for two angles (the first changes faster); ``counts``
-    contains the kinds that each level needs. In float16, the rounding errors of all levels would add up. Each level's cosines and sines are
-    therefore multiplied by the factor that minimizes their errors. The scale is the product of these factors: divide decoded values by it.
+    The table is float16 ``[entry, 4]``. An entry is for one angle (stored twice) or for two angles (the first changes faster);
+    ``angles_per_entry`` contains 1, 2 or both for each level. In float16, the rounding errors of all levels would add up. Each level's
+    cosines and sines are therefore multiplied by the factor that minimizes their errors. The scale is the product of these factors: divide
+    decoded values by it.
     """
     angles = [
         (torch.arange(1 << codec.levels[0].bits, dtype=torch.float64, device="cpu") + 0.5) * (2 * torch.pi / (1 << codec.levels[0].bits))
@@ -110,7 +111,7 @@ def direction_table(codec: Polar, counts: tuple[frozenset[int], ...]) -> tuple[t
     scales = 1 + torch.arange(MAX_SCALES, dtype=torch.float64, device="cpu")[:, None, None] / MAX_SCALES
     entries: list[torch.Tensor] = []
     firsts, product = [], 1.0
-    for level_angles, level_counts in zip(angles, counts, strict=True):
+    for level_angles, level_counts in zip(angles, angles_per_entry, strict=True):
         candidates = torch.stack([level_angles.cos(), level_angles.sin()], -1) * scales
         rounded = candidates.to(torch.float16)
         errors = ((rounded.to(torch.float64) - candidates) / candidates.abs().clamp_min(1e-3)).square().sum((1, 2))

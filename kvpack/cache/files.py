@@ -88,7 +88,7 @@ def save(
     devices = {side.device for layer in cache.layers for side in layer.sides.values()}
     if not compress and {device.type for device in devices} == {"cuda"} and len(devices) == 1:
         return save_from(CopyQueue(devices.pop()), cache, target, durable=durable, progress=progress)
-    contents, arrays = file_arguments(cache)
+    contents, arrays = header_and_arrays(cache)
     return container.write(target, contents, arrays, compress=compress, durable=durable, progress=progress)
 
 
@@ -204,7 +204,7 @@ def read_to_device(
     return replace(cache, start=cache.start + part.start, inputs=inputs, computed=computed, position_offsets=offsets)
 
 
-def file_arguments(cache: Cache) -> tuple[Contents, dict[str, numpy.ndarray]]:
+def header_and_arrays(cache: Cache) -> tuple[Contents, dict[str, numpy.ndarray]]:
     """Return the header contents and arrays that ``container.write`` needs for a cache."""
     arrays = {}
     with float32_no_grad(torch.device("cpu")):

@@ -55,7 +55,7 @@ class RecordedAttention:
 
 
 @dataclass
-class _Recorder:
+class _AttentionRecorder:
     """kvpack's attention function, which also records each layer's newest queries and outputs in the latest forward pass."""
 
     layers: dict[int, RecordedAttention] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class _Observer:
 _observer = _Observer()
 AttentionInterface.register(_OBSERVED, _observer)
 AttentionMaskInterface.register(_OBSERVED, mask)
-_recorder = _Recorder()
+_recorder = _AttentionRecorder()
 AttentionInterface.register(_RECORDED, _recorder)
 AttentionMaskInterface.register(_RECORDED, mask)
 

@@ -38,8 +38,8 @@ _caches: WeakValueDictionary[int, OperatorTarget] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def first_ticket(cache: OperatorTarget) -> torch.Tensor:
-    """Return the first ticket for ``cache``, and register the cache under a new number."""
+def register_cache(cache: OperatorTarget) -> torch.Tensor:
+    """Register ``cache`` under a new number, and return its first ticket."""
     number = next(_numbers)
     _caches[number] = cache
     return torch.tensor(number, dtype=torch.int64, device="cpu")
@@ -57,7 +57,7 @@ class Tickets:
     """The current ticket of each layer of a cache, for use by compiled code."""
 
     def __init__(self, cache: OperatorTarget, layers: int) -> None:
-        first = first_ticket(cache)
+        first = register_cache(cache)
         self.tickets = [first.clone() for _ in range(layers)]
 
     def compiled_update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:

@@ -68,7 +68,7 @@ def encode_lane(
             lost = None if lost is None else _halve_means(lane, x, x, None, encoded, lost)
             left_out += _count_left_out_without_raw_tokens(lane, x, key_norms, fit_errors, lost)
         else:
-            choose = partial(store_in_slots, raw, x, key_norms, lane.plain_codec.group_tokens, lane.slots)
+            choose = partial(store_in_slots, raw, x, key_norms, lane.plain_codec.group_tokens, lane.raw_token_capacity)
             result = choose(fit_errors)
             wanted = result.wanted
             encoded, lost = _encode(lane, x, result.codec_input, result.chosen)

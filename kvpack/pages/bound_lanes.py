@@ -166,7 +166,7 @@ class BoundLane:
                 [scale_fit_errors(codec, x[slot].to(dtype)[None], lane.shared_axes, f"layers[{n}].{lane.side}") for n, x in layers]
             )
         norms = torch.cat([norms_per_head(x[slot].to(dtype)[None]) for x in self._keys])
-        return choose_slot_tokens(raw, norms, codec.group_tokens, lane.slots, fit_errors)
+        return choose_slot_tokens(raw, norms, codec.group_tokens, lane.raw_token_capacity, fit_errors)
 
     def _fit_errors(self, slot: int, row: memoryview, sizes: TokenSizes, raw_tokens: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
         """Return the ``excess_losses`` of tokens that are not raw, ``[2, layer, token]``, or None if no token loses precision.
@@ -228,7 +228,7 @@ class BoundLane:
         result = dict(raw_tokens)
         for number in (fit_errors[0] > 1).any(1).nonzero()[:, 0].tolist():
             own = raw_tokens.get(number, torch.empty(0, dtype=torch.int64, device=fit_errors.device))
-            room = max(0, self._lane.slots - len(own))
+            room = max(0, self._lane.raw_token_capacity - len(own))
             worst = fit_errors[0, number].argsort(descending=True)[: min(room, int((fit_errors[0, number] > 1).sum()))]
             if len(worst):
                 result[number] = torch.cat([own, worst]).sort().values
@@ -411,7 +411,8 @@ def _choosers(lane: Lane, keys: Sequence[torch.Tensor]) -> Any:
     needs_norms = shared and (lane.side != "k" or lane.plain_codec.changes_norms)
     if lane.raw_rule is None or geometry.computed_dtype not in encode.DTYPES or not _has_contiguous_channels(keys) or needs_norms:
         return None
-    shape = geometry.heads, geometry.tokens, geometry.dims["k"], geometry.computed_dtype, lane.plain_codec.group_tokens, lane.slots
+    group_tokens, capacity = lane.plain_codec.group_tokens, lane.raw_token_capacity
+    shape = geometry.heads, geometry.tokens, geometry.dims["k"], geometry.computed_dtype, group_tokens, capacity
     return {n: pages.RawTokenChooser(lane.raw_rule, n, *shape, shared) for n in {1, lane.count}}
 
 

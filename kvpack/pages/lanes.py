@@ -80,7 +80,7 @@ class Lane:
         Tokens are omitted if pages have no room for raw tokens. Such pages are so short that ordinary tokens would seem large compared with
         their median.
         """
-        return self.plain_codec.summary.shared_scales - (frozenset() if self.slots else {TOKENS})
+        return self.plain_codec.summary.shared_scales - (frozenset() if self.raw_token_capacity else {TOKENS})
 
     @cached_property
     def may_lose_precision(self) -> bool:
@@ -90,7 +90,7 @@ class Lane:
         return by_layout or summary.changes_norms or max(summary.error_spread, summary.direction_spread) > 0
 
     @cached_property
-    def slots(self) -> int:
+    def raw_token_capacity(self) -> int:
         """Number of raw tokens that fit in a page."""
         return next(iter(self.geometry.slots(self.codec).values()), 0)
 

@@ -72,7 +72,7 @@ def to_pieces(cache: Cache, key: bytes, parent: bytes, ids: bytes, inputs: bytes
     """
     from kvpack.cache import files
 
-    contents, arrays = files.file_arguments(cache)
+    contents, arrays = files.header_and_arrays(cache)
     feature = key + parent + payload_digest(contents, arrays) + bytes([len(inputs)]) + inputs + ids
     contents = replace(contents, ignorable={**contents.ignorable, FEATURE: feature})
     return container.pieces(contents, arrays)

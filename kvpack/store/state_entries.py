@@ -74,7 +74,7 @@ def to_pieces(states: States, chunk_key: bytes, position: int, model: Mapping[st
 
     on_cpu = ({name: state.cpu().contiguous() for name, state in layer.items()} for layer in states)
     layers = tuple(Layer(None, None, states=MappingProxyType(layer)) for layer in on_cpu)
-    contents, arrays = files.file_arguments(Cache(layers, recipe, model, position))
+    contents, arrays = files.header_and_arrays(Cache(layers, recipe, model, position))
     feature = states_key(chunk_key) + chunk_key + payload_digest(contents, arrays)
     return container.pieces(replace(contents, ignorable={**contents.ignorable, FEATURE: feature}), arrays)
 

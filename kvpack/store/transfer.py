@@ -100,7 +100,7 @@ def export_prefix(
                 f"entry {states.stored.key.hex()} has the states of {len(end_states)} layers, but the prefix has {len(cache)}"
             )
         cache = replace(cache, layers=with_states(cache.layers, end_states))
-    contents, arrays = files.file_arguments(cache)
+    contents, arrays = files.header_and_arrays(cache)
     return container.write(path, replace(contents, ignorable={**contents.ignorable, **_features(prefix)}), arrays, durable=durable)
 
 

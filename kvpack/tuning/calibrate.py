@@ -40,7 +40,7 @@ from kvpack.output import step_counter
 
 from .basis_fit import fit_rows
 from .frames_fit import compare_halves, fit_balanced_keys, fit_frames
-from .rope import find_ropes, spread_keys, spread_moments, window_positions
+from .rope import average_moments_over_positions, find_ropes, spread_keys, window_positions
 from .statistics import RAW_TOKENS, Framing, KeyMoments, QueryMoments, Statistics
 from .tensor_losses import measure_tensor_losses
 
@@ -139,7 +139,7 @@ def run(
     if layer_ropes is not None:
         places = window_positions(tokens - scored_tokens, for_frames)
         halves = halves and [
-            (spread_moments(half, rope, places), spread_moments(other, rope, places))
+            (average_moments_over_positions(half, rope, places), average_moments_over_positions(other, rope, places))
             for (half, other), rope in zip(halves, layer_ropes, strict=True)
         ]
         # All contexts have the first positions, so these count twice.

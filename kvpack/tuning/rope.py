@@ -95,7 +95,7 @@ def window_positions(tokens: int, positions: int) -> list[int]:
     return [0] if count == 1 else [round(number * (positions - tokens) / (count - 1)) for number in range(count)]
 
 
-def spread_moments(statistics: KeyMoments, rope: Rope | None, starts: Sequence[int]) -> KeyMoments:
+def average_moments_over_positions(statistics: KeyMoments, rope: Rope | None, starts: Sequence[int]) -> KeyMoments:
     """Average a layer's moments over windows that start at the positions ``starts``. Without RoPE (None), they do not change."""
     if rope is None:
         return statistics

@@ -185,7 +185,7 @@ def test_the_first_error_in_the_file_is_raised(tmp_path: Path) -> None:
 
 def test_values_that_no_writer_produces_are_refused(tmp_path: Path) -> None:
     cache = kvpack.pack(random_pairs(2, 40), "kivi-2")
-    contents, arrays = files.file_arguments(cache)
+    contents, arrays = files.header_and_arrays(cache)
     arrays["1.v.scales"].view("<f2")[5] = float("nan")
     container.write(tmp_path / "a", contents, arrays)
     with pytest.raises(InvalidPayload) as mapped:
@@ -336,7 +336,7 @@ def test_layers_that_have_dropped_tokens_are_loaded(tmp_path: Path) -> None:
 
 
 def contents_and_data() -> tuple[Contents, dict[str, memoryview]]:
-    contents, arrays = files.file_arguments(cache_of(layers=1))
+    contents, arrays = files.header_and_arrays(cache_of(layers=1))
     return contents, {name: array.data for name, array in arrays.items()}
 
 

@@ -183,5 +183,5 @@ def test_pages_of_consecutive_runs_equal_the_stored_runs(codec: Codec) -> None:
     x = torch.randn(1, 2, 9, codec.dim)
     assert_close(loaded.append(x).unpack(torch.float32), side.append(x).unpack(torch.float32), rtol=0, atol=0, equal_nan=True)
     assert loaded.append(x).merged_runs() == side.append(x).merged_runs()
-    again = files.read(container.open_bytes(bytearray(container.to_bytes(*files.file_arguments(cache)))))
+    again = files.read(container.open_bytes(bytearray(container.to_bytes(*files.header_and_arrays(cache)))))
     assert_close(again[0].k.unpack(torch.float32), side.unpack(torch.float32), rtol=0, atol=0, equal_nan=True)  # type: ignore[union-attr]

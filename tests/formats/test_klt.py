@@ -438,7 +438,7 @@ def test_memory_of_stored_rows_is_counted() -> None:
     """binary16 rows are converted as a whole when they are used, so a file of 24 heads takes megabytes more than its size."""
     codec = with_random_basis(create("klt", 128, rows="fp16"), bytes([1, 0, 0, 0, 0, 0, 0, 0]))
     side = pack_side(torch.zeros(1, 24, 1, 128), codec, 0, "k")
-    data = container.to_bytes(*files.file_arguments(Cache((Layer(side, None),), "")))
+    data = container.to_bytes(*files.header_and_arrays(Cache((Layer(side, None),), "")))
     with pytest.raises(LimitExceeded, match=r"for [0-9]+ values that are decoded together"):
         container.open_bytes(data, memory_limit=len(data))
     container.open_bytes(data, memory_limit=2**25).verify()

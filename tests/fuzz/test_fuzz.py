@@ -319,7 +319,7 @@ def test_a_large_power_of_two_explains_an_infinity() -> None:
         for found in layer.sides.values():
             for page in found.runs:
                 page.streams["block_scales"].fill_(254)
-    data = container.to_bytes(*files.file_arguments(cache))
+    data = container.to_bytes(*files.header_and_arrays(cache))
     loaded = value_oracles.load_checked(data)
     assert loaded is not None
     assert any(not values.isfinite().all() for pair in loaded.unpack(torch.float32) for values in pair if values is not None)
@@ -344,6 +344,6 @@ def test_a_payload_may_be_checked_instead_of_its_tensors() -> None:
 def test_the_oracle_knows_that_states_belong_to_one_token() -> None:
     x = torch.randn(1, 1, 3, 16).bfloat16()
     cache = kvpack.pack([DenseLayer(x, x, 0, {"conv.0": torch.zeros(1, 2)})], "raw")
-    data = container.to_bytes(*files.file_arguments(cache))
+    data = container.to_bytes(*files.header_and_arrays(cache))
     value_oracles.compare_values(data)
     assert cache_oracles.check_append(data)

@@ -249,7 +249,7 @@ def test_a_file_truncated_after_opening_is_reported_as_truncated(tmp_path: Path,
 
 
 def stored(cache: kvpack.Cache) -> dict[str, bytes]:
-    contents, arrays = files.file_arguments(cache.to("cpu"))
+    contents, arrays = files.header_and_arrays(cache.to("cpu"))
     return {"": repr(contents).encode(), **{name: bytes(array) for name, array in arrays.items()}}
 
 

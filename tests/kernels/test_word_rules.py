@@ -114,7 +114,7 @@ def test_custom_checks_run_on_the_host_unless_the_codec_table_says_otherwise() -
 )  # fmt: skip
 def test_a_loaded_file_gives_the_same_error_as_on_the_cpu(recipe: str, tmp_path: Path) -> None:
     cache, refused = kvpack.pack(random_pairs(2, 40), recipe), 0
-    contents, arrays = files.file_arguments(cache)
+    contents, arrays = files.header_and_arrays(cache)
     for name in [name for name in arrays if name.startswith("1.")]:
         changed = arrays[name].copy()
         changed[-2:] = 0xFF
@@ -130,7 +130,7 @@ def test_a_loaded_file_gives_the_same_error_as_on_the_cpu(recipe: str, tmp_path:
 
 
 def test_a_wrong_digest_is_reported_before_a_broken_rule(tmp_path: Path) -> None:
-    contents, arrays = files.file_arguments(kvpack.pack(random_pairs(3, 40), "octopus-3;raw=0"))
+    contents, arrays = files.header_and_arrays(kvpack.pack(random_pairs(3, 40), "octopus-3;raw=0"))
     arrays["0.k.norm"] = numpy.full_like(arrays["0.k.norm"], 0xFF)
     container.write(tmp_path / "a", contents, arrays)
     with container.open_file(tmp_path / "a") as file:

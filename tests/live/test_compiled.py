@@ -110,7 +110,7 @@ def test_compiled_code_refuses_the_same_arguments_as_eager_code(compiled: Callab
 def test_a_deleted_cache_is_refused() -> None:
     from kvpack.live import operators
 
-    ticket = operators.first_ticket(kvpack.LiveCache("fp32", layers=1))
+    ticket = operators.register_cache(kvpack.LiveCache("fp32", layers=1))
     with pytest.raises(InvalidParameter, match="no longer exists"):
         operators.live_update(ticket, torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 1, 64), 0)
 

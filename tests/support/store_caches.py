@@ -159,5 +159,5 @@ def rewrite(path: str | os.PathLike[str], ignorable: Mapping[str, bytes]) -> Non
     """Rewrite the file at ``path`` with other ignorable features."""
     with open(path, "rb") as file:
         whole = files.read(container.open_bytes(bytearray(file.read())))
-    contents, arrays = files.file_arguments(whole)
+    contents, arrays = files.header_and_arrays(whole)
     container.write(path, replace(contents, ignorable=dict(ignorable)), arrays)

@@ -6,7 +6,7 @@ import torch
 
 from kvpack.formats.frames import Rope
 from kvpack.tuning.frames_fit import balancing_frames, frame_cost
-from kvpack.tuning.rope import spread_keys, spread_moments, window_positions
+from kvpack.tuning.rope import average_moments_over_positions, spread_keys, window_positions
 from kvpack.tuning.statistics import KeyMoments, Statistics
 
 ROPE = Rope((1.0, 0.1, 0.003, 0.0004), "halves")
@@ -33,7 +33,7 @@ def test_starts_cover_the_positions() -> None:
 
 def test_spread_moments_equal_those_of_windows_at_these_starts() -> None:
     places = [0, 3000, 7000]
-    found = spread_moments(moments(0), ROPE, places)
+    found = average_moments_over_positions(moments(0), ROPE, places)
     windows = [moments(place) for place in places]
     for name in ("keys", "queries", "pages"):
         expected = sum(getattr(one, name) for one in windows) / 3
@@ -43,7 +43,7 @@ def test_spread_moments_equal_those_of_windows_at_these_starts() -> None:
 
 def test_frames_from_spread_moments_work_at_far_positions() -> None:
     own = moments(0)
-    found = spread_moments(own, ROPE, window_positions(TOKENS, 8192))
+    found = average_moments_over_positions(own, ROPE, window_positions(TOKENS, 8192))
     far = moments(6000)
     frames = [balancing_frames(one.pages / one.tokens, one.queries / one.rows) for one in (own, found)]
     near, spread = (float(frame_cost(one, far.pages / far.tokens, far.queries / far.rows).mean()) for one in frames)

@@ -45,7 +45,7 @@ class ChannelOrder(ValueMap):
     def __post_init__(self) -> None:
         if self.dtype == "u8" and self.dim > _MAX_OF_U8:
             raise InvalidParameter(
-                f"sidecar {STREAM} is u8, which can number only {_MAX_OF_U8} channels, but the head dim is {self.dim}: use {STREAM}=u16"
+                f"sidecar {STREAM} with dtype u8 can index at most {_MAX_OF_U8} channels, but the head dim is {self.dim}: use {STREAM}=u16"
             )
 
     @classmethod

@@ -81,4 +81,4 @@ def check_magnitudes(codec: str, name: str, table: bytes, length: int) -> None:
         raise InvalidParameter(f"codec {codec}: {name} has {len(table)} bytes, expected {4 * length} for {length} float32 values")
     values = struct.unpack(f"<{length}f", table)
     if not all(0 <= value <= 1 for value in values) or any(low >= high for low, high in pairwise(values)):
-        raise InvalidParameter(f"codec {codec}: {name} must be strictly ascending within [0, 1], but is {values}")
+        raise InvalidParameter(f"codec {codec}: the values of {name} must be in [0, 1] and strictly ascending, but are {values}")

@@ -188,7 +188,7 @@ def _check_tables(levels: tuple[Level, ...], angle_table: bytes) -> None:
             values = struct.unpack(f"<{len(table) // 4}f", table)
             if not all(0 <= value <= pi / 2 for value in values) or any(low >= high for low, high in pairwise(values)):
                 raise InvalidParameter(
-                    f"codec polar: the angle_table of level {number} must be strictly ascending within [0, pi / 2], but is {values}"
+                    f"codec polar: the angles of level {number} must be in [0, pi / 2] and strictly ascending, but are {values}"
                 )
 
 

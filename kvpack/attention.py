@@ -321,7 +321,7 @@ def checked_tokens(
     if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool or values.is_quantized:
         raise InvalidType(f"{name} has dtype {values.dtype}, expected integers")
     if values.layout != torch.strided or values.is_meta:
-        raise InvalidType(f"{name} has layout {values.layout} on {values.device}, expected a dense tensor or a list")
+        raise InvalidType(f"{name} is a {values.layout} tensor on {values.device}, expected a dense tensor with data, or a list")
     if list(values.shape) != [batch]:
         raise InvalidParameter(f"{name} has shape {list(values.shape)}, expected one number for each sequence, [{batch}]")
     if values.device.type == "cpu":

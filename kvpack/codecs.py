@@ -56,7 +56,9 @@ def _option_text(name: str, value: object) -> str:
         return f"{value:.6f}".rstrip("0").rstrip(".")
     if type(value) is int or (isinstance(value, str) and _VALUE.fullmatch(value)):
         return str(value)
-    raise InvalidType(f"{name} is {describe(value)}, expected a number, a tuple of integers, or text without spaces or any of : ; , =")
+    raise InvalidType(
+        f"{name} is {describe(value)}, expected a number, a tuple of integers, or a string without spaces and without : ; , ="
+    )
 
 
 class Raw(CodecChoice):

@@ -51,7 +51,7 @@ def test_every_codec_has_a_class() -> None:
         (lambda: Recipe(kv=Group(b=2, g=5)), "group:g is '5', expected one of 4, 8, 16"),
         (lambda: Recipe(kv=Group(b=3, group=32), window=5), "window=5 must be a multiple of 32"),
         (lambda: Group(b=2, g=32, group=64), "Group has the option g twice"),
-        (lambda: Group(b="2;k=raw"), "Group(b=...) is '2;k=raw', expected a number, a tuple of integers, or text without spaces"),
+        (lambda: Group(b="2;k=raw"), "Group(b=...) is '2;k=raw', expected a number, a tuple of integers, or a string without spaces"),
         (lambda: Group(b=True), "Group(b=...) is True, expected a number"),
         (lambda: Recipe(), "a recipe must be text, such as 'kvpack-3', but got a NoneType"),
     ],

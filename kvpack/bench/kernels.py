@@ -120,7 +120,7 @@ def run(
     if out is not None:
         quality_plot.import_figure_module()
     if not torch.cuda.is_available():
-        raise InvalidParameter("this benchmark needs a CUDA device, but PyTorch finds none: run it on a machine that has one")
+        raise InvalidParameter("this benchmark needs a CUDA device, but PyTorch found none")
     lengths = [("", SWEEP._replace(tokens=tokens)) for tokens in SWEEP_TOKENS] if sweep else []
     every = [*named, *lengths] if "attention" in parts else []
     bandwidth = copy_bandwidth()

@@ -82,8 +82,8 @@ class Layer(PackedObject):
             return self
         if self.states:
             raise OutOfBounds(
-                f"tokens [{start}:{stop}] were requested from a layer with states {_state_names(self)}, which are known only after its "
-                "last token: use the whole layer"
+                f"tokens [{start}:{stop}] were requested from a layer with states {_state_names(self)}, which exist only after its last "
+                "token: use the whole layer"
             )
         if not self.sides:
             return self
@@ -123,7 +123,7 @@ class Layer(PackedObject):
                 side.check_new_tokens(x, f"{where}.{name}")
                 new[name] = side, x
         if k is not None and v is not None and k.shape[2] != v.shape[2]:
-            raise InvalidParameter(f"{where}: k has {k.shape[2]} tokens, but v has {v.shape[2]}: pass the same number")
+            raise InvalidParameter(f"{where}: k has {k.shape[2]} tokens, but v has {v.shape[2]}: pass the same number of tokens in both")
         unit = None
         if any(side.codec.raw_positions for side in self.sides.values()):
             # The same raw tokens are chosen for keys and values, so both must encode the same tokens at the same time.

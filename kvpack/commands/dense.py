@@ -216,9 +216,9 @@ def _count_layers(path: str, names: list[str], info: _UnpackedInfo) -> int:
         raise InvalidParameter(f"{path} has {f'layer {max(layers)}' if layers else 'no layers'}, expected {expected}")
     for number, start in enumerate(info.starts or ()):
         if start < info.start or start > MAX_TOKENS or (start != info.start and number not in layers):
+            expected = f"{info.start} to {MAX_TOKENS}" if number in layers else f"{info.start}, because it has no keys and values"
             raise InvalidParameter(
-                f"{path}: metadata 'kvpack.unpacked': layer {number} starts at position {start}, but the cache starts at "
-                f"{info.start}: no layer may start earlier, and layers without keys and values must start at the same position"
+                f"{path}: metadata 'kvpack.unpacked': layer {number} starts at position {start}, expected {expected}"
             )
     return count
 

@@ -163,4 +163,4 @@ def check_frame_values(state: StateEntry, array: Array) -> None:
         values = read_values(array, 0, math.prod(array.shape))
         invalid = ~((values >= 0) & (values <= MAX_FREQUENCY))
         if invalid.any():
-            raise InvalidPayload(f"{state.where}: a frequency is {values[invalid.argmax()]}, expected 0 to {MAX_FREQUENCY:g}")
+            raise InvalidPayload(f"{state.where}: frequency {values[invalid.argmax()]} is out of range [0, {MAX_FREQUENCY:g}]")

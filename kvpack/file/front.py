@@ -241,7 +241,7 @@ def check_digest(name: str, stored: bytes | memoryview, expected: bytes) -> None
 def check_hash(name: str, size: int, actual: bytes, expected: bytes) -> None:
     """Raise DigestMismatch unless the digests are equal. ``name`` and ``size`` (in bytes) describe the tensor in the message."""
     if actual != expected:
-        raise DigestMismatch(f"{name} is damaged: its {size} bytes have the digest {actual.hex()}, expected {expected.hex()}: {COPY_AGAIN}")
+        raise DigestMismatch(f"{name} is damaged: its {size} bytes have digest {actual.hex()}, expected {expected.hex()}: {COPY_AGAIN}")
 
 
 def _json_entry(name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int) -> str:

@@ -162,7 +162,7 @@ def check_row(data: memoryview, where: str) -> RowFrame:
     frame = read_frame(data, where)
     actual = checksum(data[: frame.length])
     if actual != frame.checksum:
-        raise DigestMismatch(f"{where}: its {frame.length} bytes have the checksum {actual:016x}, expected {frame.checksum:016x}")
+        raise DigestMismatch(f"{where}: its {frame.length} bytes have checksum {actual:016x}, expected {frame.checksum:016x}")
     return frame
 
 

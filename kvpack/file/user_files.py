@@ -39,7 +39,7 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a so
 def path_text(path: Any) -> str:
     """Return ``path`` as text. Raises InvalidType if it is not a path."""
     if not isinstance(path, str | bytes | os.PathLike):
-        raise InvalidType(f"a path must be a str or os.PathLike, such as 'prompt.kvpack', but got {_show_value(path)}")
+        raise InvalidType(f"path is {_show_value(path)}, expected a str or os.PathLike, such as 'prompt.kvpack'")
     data = path.encode("utf-8", "surrogatepass") if isinstance(path, str) else os.fsencode(path)
     if len(data) > _MAX_PATH or (isinstance(path, bytes) and b"\0" in data):
         raise InvalidType(f"got {len(data)} bytes instead of a path: pass the path of a file, such as 'prompt.kvpack', not its contents")

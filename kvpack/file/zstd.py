@@ -34,7 +34,7 @@ def decompress_frame(name: str, stored: memoryview, size: int, *, checksums: boo
 
     try:
         if stored[: len(_MAGIC)] != _MAGIC:
-            raise InvalidPayload(f"{name}: begins with {stored[: len(_MAGIC)].hex()}, expected {_MAGIC.hex()}, as in any zstd frame")
+            raise InvalidPayload(f"{name}: begins with {stored[: len(_MAGIC)].hex()}, but zstd frames begin with {_MAGIC.hex()}")
         frame = zstandard.get_frame_parameters(stored)
         if frame.content_size != size:
             raise InvalidPayload(f"{name}: the zstd frame declares {frame.content_size} bytes, but the shape needs {size}")

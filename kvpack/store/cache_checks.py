@@ -62,7 +62,7 @@ def check_cache(cache: Any, identity: Identity) -> None:
         if layer.states and not identity.keeps_states:
             raise InvalidParameter(
                 f"layers[{index}] has the states {' and '.join(layer.states)}, but the store's identity is for a model without states: "
-                "create it with kvpack.Identity.of(model, recipe), or pass keeps_states=True"
+                "create the identity with kvpack.Identity.of(model, recipe), or pass keeps_states=True"
             )
         if layer.sides and layer.seen_tokens != cache.tokens:
             raise InvalidParameter(

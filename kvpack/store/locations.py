@@ -142,7 +142,7 @@ def _folder(location: Any) -> str:
         path = unquote(parts.path)
     if not path or "\0" in path:
         reason = "a path cannot contain a zero byte" if path else "it is empty; the current folder is '.'"
-        raise InvalidParameter(f"the location {location!r:.200} is not the path of a folder: {reason}")
+        raise InvalidParameter(f"the location {location!r:.200} is not a valid folder path: {reason}")
     return path
 
 

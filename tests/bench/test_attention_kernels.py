@@ -77,7 +77,7 @@ def test_synthetic_transform_basis_has_bits_from_its_name(scope: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is present")
 def test_a_missing_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "kernels"]) == InvalidParameter.exit_code
-    assert "needs a CUDA device, but PyTorch finds none" in capsys.readouterr().err
+    assert "needs a CUDA device, but PyTorch found none" in capsys.readouterr().err
 
 
 @pytest.mark.scenario

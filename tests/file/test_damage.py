@@ -189,7 +189,7 @@ def test_a_damaged_tensor_does_not_affect_the_others() -> None:
     end = next(end for _, end, name in parts(bytes(data)) if "0.k.tail" in name)
     data[end - 1] ^= 1
     file = container.open_bytes(data)
-    with pytest.raises(DigestMismatch, match=r"^bytes: 0\.k\.tail is damaged: its 16 bytes have the digest \w{32}, expected \w{32}: copy"):
+    with pytest.raises(DigestMismatch, match=r"^bytes: 0\.k\.tail is damaged: its 16 bytes have digest \w{32}, expected \w{32}: copy"):
         file.tensor("0.k.tail")
     file.read_side(0, "v")
     with pytest.raises(DigestMismatch):

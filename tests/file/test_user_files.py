@@ -139,7 +139,7 @@ def test_a_socket_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", [None, 3, 1.5, ["x"], {}], ids=repr)
 def test_values_that_are_not_paths_are_refused(path: Any) -> None:
     found = "None" if path is None else f"a {type(path).__name__}"
-    with pytest.raises(InvalidParameter, match=f"^a path must be a str or os.PathLike, such as 'prompt.kvpack', but got {found}$"):
+    with pytest.raises(InvalidParameter, match=f"^path is {found}, expected a str or os.PathLike, such as 'prompt.kvpack'$"):
         kvpack.load(path)
 
 

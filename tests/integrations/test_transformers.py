@@ -291,7 +291,7 @@ def test_an_unsuitable_cache_is_refused() -> None:
     packed = pack(prefill(model, token_ids(1, 6)), "raw")
     with pytest.raises(OutOfBounds, match="layer 2, but the packed cache has 2 layers"):
         model(token_ids(1, 2), past_key_values=KvpackCache.of(Cache(packed.layers[:2], packed.recipe)))
-    with pytest.raises(InvalidParameter, match="do not continue the cache"):
+    with pytest.raises(InvalidParameter, match="keys have batch, heads and dim"):
         model(token_ids(2, 2), past_key_values=KvpackCache.of(packed))
     with pytest.raises(InvalidParameter, match="starts at position 5"):
         KvpackCache.of(Cache(packed.layers, packed.recipe, start=5))

@@ -544,7 +544,7 @@ def test_a_named_layout_is_verified_with_a_writer(name: str) -> None:
     layout = PageLayout.detect(geometry, write, page)
     check_layout_name(name, layout)
     other = "split" if name != "split" else "adjacent"
-    with pytest.raises(InvalidParameter, match="because vLLM's writer puts values elsewhere"):
+    with pytest.raises(InvalidParameter, match="but vLLM's own writer stores keys or values at other offsets"):
         check_layout_name(other, layout)
 
 

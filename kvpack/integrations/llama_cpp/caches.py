@@ -379,7 +379,10 @@ def _saved_tokens(layer_index: int, layer: Layer, latents: bool, tokens: int, wi
     if layer.k.batch != 1:
         raise InvalidParameter(f"layer {layer_index} holds {layer.k.batch} sequences, but a sequence state holds one: use Cache.select")
     if layer.seen_tokens != tokens:
-        raise InvalidParameter(f"layer {layer_index} ends after token {layer.seen_tokens}, but the cache ends after token {tokens}")
+        raise InvalidParameter(
+            f"layer {layer_index} has seen {layer.seen_tokens} tokens, but the cache has {tokens}: use a cache whose layers all end at the "
+            "same token"
+        )
     _check_token_count(layer_index, layer.tokens, tokens, window)
     return min(layer.tokens, _max_saved_tokens(tokens, window))
 

@@ -268,7 +268,7 @@ def _read_block(reader: Reader, description: str, cells: int, transposed: bool) 
     numbers = {number: dtype for dtype, (number, *_) in (*TYPES.items(), *BLOCKS.items())}
     dtype = numbers.get(ggml_type)
     if dtype is None:
-        raise InvalidParameter(f"{reader.where}: {description} have the unsupported ggml type {ggml_type}: {_OTHER_CELLS}")
+        raise InvalidParameter(f"{reader.where}: {description} have ggml type {ggml_type}, which is not supported: {_OTHER_CELLS}")
     quantized = BLOCKS.get(dtype)
     element_bytes = quantized.size if quantized else TYPES[dtype][1]
     if (transposed and (quantized or size != element_bytes)) or not size or size % element_bytes:

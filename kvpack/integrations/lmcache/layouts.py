@@ -96,7 +96,7 @@ def as_page_buffer(geometry: PageGeometry, x: torch.Tensor) -> PageBuffer:
     if geometry.dim_v is None:
         # The buffer must be a view of the engine's memory, because loads write to it.
         if not x.is_contiguous():
-            raise InvalidParameter(f"the memory object of shape {list(x.shape)} is not contiguous: its strides are {list(x.stride())}")
+            raise InvalidParameter(f"the object has shape {list(x.shape)} and strides {list(x.stride())}, expected a contiguous tensor")
         return PageBuffer(geometry, [x.view(-1).view(geometry.torch_dtype).view(1, geometry.heads, geometry.tokens, geometry.dim_k)])
     if x.dim() == 4 and x.shape[0] == 2:
         heads = x.view(*x.shape[:3], geometry.heads, geometry.dim_k).transpose(2, 3)[:, None]

@@ -178,8 +178,8 @@ def _parse_layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: d
     fits = place == length >= window or (place < length == window) if skipped else place == seen
     if not fits or not window:
         raise InvalidParameter(
-            f"{where} contradicts itself: {seen} tokens went into its window of {window}, it holds {length}, and the next would go to "
-            f"position {place}. Save the prompt again with mlx-lm"
+            f"{where} is inconsistent: window {window}, {seen} tokens seen, {length} tokens stored, next position {place}: save the prompt "
+            "again with mlx-lm"
         )
     if not skipped:
         return keys[:, :, :seen], values[:, :, :seen], 0

@@ -61,7 +61,7 @@ def attention(
             key.cache.roll_back()
         raise InvalidParameter(
             f"attention over packed layers does not support arguments that the model passes ({', '.join(given)}): use "
-            "KvpackCache.of(cache, model, dense=True), which decodes each layer for its call"
+            "KvpackCache.of(cache, model, dense=True), which decodes each layer before attention"
         )
     causal, window = options.get("is_causal"), options.get("sliding_window")
     if causal is None:

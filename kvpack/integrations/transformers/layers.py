@@ -215,14 +215,14 @@ def check_attention_window(layer_window: int | None, attention_window: int | Non
         attended = "all tokens" if attention_window is None else f"a window of {attention_window}"
         raise InvalidParameter(
             f"{type(module).__name__} attends to {attended}, but its cache keeps a window of {layer_window}: use "
-            "KvpackCache(model, recipe, dense=True), which decodes each layer for its call"
+            "KvpackCache(model, recipe, dense=True), which decodes each layer before attention"
         )
 
 
 def check_continues(live: LiveCache, layer: Any, layer_index: int, following: int, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raise InvalidParameter unless the keys ``k`` and values ``v`` continue layer ``layer_index``.
 
-    ``following`` is the number of the next layer that receives tokens.
+    ``following`` is the index of the next layer that receives tokens.
     """
     for name, states_or_other in (("keys", k), ("values", v)):
         if not isinstance(states_or_other, torch.Tensor) or states_or_other.dim() != 4:
@@ -242,8 +242,7 @@ def check_continues(live: LiveCache, layer: Any, layer_index: int, following: in
         held = shapes[side] if seen else (shape[0], *shapes[side][1:])
         if shape != held:
             raise InvalidParameter(
-                f"layers[{layer_index}]: {name} of shape {list(states.shape)} do not continue the cache: batch, heads and dim are "
-                f"{list(shape)}, expected {list(held)}"
+                f"layers[{layer_index}]: {name} have batch, heads and dim {list(shape)}, but the cache has {list(held)}"
             )
     if (ahead := live.seen_tokens(following) - seen) < 0:
         raise InvalidParameter(

@@ -130,8 +130,8 @@ class Tracking(GenerateChecks):
             )
         if self._packed and arguments.get("output_attentions"):
             raise InvalidParameter(
-                "output_attentions is set, but attention over packed layers computes no attention weights: omit it, or use "
-                "KvpackCache(model, recipe, dense=True), which decodes each layer for its call"
+                "output_attentions=True is not supported with packed layers, because attention weights are never computed: omit it, or use "
+                "KvpackCache(model, recipe, dense=True), which decodes each layer before attention"
             )
         if self.record.tokens:
             self._compare_model()
@@ -396,7 +396,7 @@ class Tracking(GenerateChecks):
 
 
 def check_rows_fit(rows: int, sequences: int) -> None:
-    """Raise InvalidParameter unless ``rows``, the rows of a pass, is a multiple of ``sequences``, the sequences in the cache."""
+    """Raise InvalidParameter unless a pass's row count is a multiple of the number of sequences in the cache."""
     if rows % sequences:
         raise InvalidParameter(
             f"the forward pass has {rows} rows, but the cache holds {_sequence_count_text(sequences)}: pass a multiple of {sequences} "

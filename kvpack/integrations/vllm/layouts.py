@@ -51,5 +51,5 @@ def check_layout_name(name: str, layout: PageLayout) -> None:
     for side, (first, strides) in zip("kv", arrangement(name, heads, tokens, dim), strict=True):
         if not torch.equal(block.as_strided((heads, tokens, dim), strides, first), layout.positions[side][0]):
             raise InvalidParameter(
-                f"vLLM's pages do not have layout {name!r}, because vLLM's writer puts values elsewhere: try another layout"
+                f"layout is {name!r}, but vLLM's own writer stores keys or values at other offsets: try another layout"
             )

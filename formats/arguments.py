@@ -55,7 +55,7 @@ def as_integer(value: Any, name: str) -> int:
 
 
 def check_flag(value: Any, name: str) -> None:
-    """Raise InvalidType unless ``value`` is a bool. A string such as "no" would be truthy."""
+    """Raise InvalidType unless ``value`` is a bool. Strings are rejected because even "no" is truthy."""
     if type(value).__name__ not in _BOOL_TYPES and not (type(value) is int and value in (0, 1)):
         raise InvalidType(f"{name} is {describe(value)}, expected True or False")
 

@@ -70,7 +70,7 @@ class MissingPackage(KvpackError, ImportError):
 
 
 class WriteFailed(KvpackError, OSError):
-    """Error for a file that could not be written. An existing file at that path is unchanged.
+    """Raised when a file cannot be written. An existing file at that path is unchanged.
 
     ``filename`` is the path and ``errno`` the system's error number, if known.
 

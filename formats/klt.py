@@ -56,12 +56,12 @@ WIDTH_SCOPES = ("shared", "heads")
 
 @dataclass(frozen=True)
 class Klt(CodecFamily):
-    """Codec that stores columns of a calibrated basis, with a number of bits per run of columns.
+    """Codec that stores coefficients in a calibrated basis, with a separate bit width for each run of columns.
 
-    ``basis`` is the SHA-256 of the basis; ``layer`` and ``side`` select a part of it. ``widths`` contains the bits of each run of 16
-    columns. If ``fields`` names the stream ``codes``, it contains the bits of each run of 8 columns of each head instead. ``rows`` selects
-    where the basis rows are stored: in their own file (``basis``), or in the stream ``rows`` as fp16 or fp32. ``source`` contains the rows
-    once the codec has received its basis; it is not stored.
+    ``basis`` is the SHA-256 of the basis; ``layer`` and ``side`` select a part of it. ``widths`` contains one bit width per run of 16
+    columns or, if ``fields`` names the stream ``codes``, one per run of 8 columns of each head. ``rows`` selects where the basis rows are
+    stored: in their own file (``basis``), or in the stream ``rows`` as fp16 or fp32. ``source`` contains the rows once the codec has
+    received its basis, and is not stored.
     """
 
     id: ClassVar[str] = "klt"

@@ -406,7 +406,7 @@ def _divide_by_scale(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 @cache_per_device
 def element_values(element: str) -> torch.Tensor:
-    """Return the value of each code, float32 ``[2^bits]``. The codes of NaN and infinity, which readers reject, get 0."""
+    """Return the value of each code, float32 ``[2^bits]``. NaN and infinity codes, which readers reject, map to 0."""
     form = ELEMENTS[element]
     half = 1 << form.bits - 1
     return torch.tensor([form.value(code) if code & half - 1 < form.finite else 0.0 for code in range(2 * half)], dtype=torch.float32)

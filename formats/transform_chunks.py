@@ -86,7 +86,7 @@ def encode_chunks(groups: Sequence[Numbers], tables: SymbolTables, table_indices
 
 
 class ChunkList(NamedTuple):
-    """The chunks of streams, ordered by token group, sequence and head.
+    """Sizes and positions of a codec's chunks, ordered by token group, sequence and head.
 
     ``columns``, ``tokens`` and ``counts`` are the column, token and word counts of each chunk. ``ends`` contains the index in ``words``
     after each chunk. ``states`` are uint16 ``[batch, kv_head, row, ...]``, and ``tables`` ``[kv_head, column]`` are the table indices of

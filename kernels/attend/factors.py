@@ -24,7 +24,7 @@ def tile_factors(
     PAIRED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the token factors of the ``loaded`` tiles: ``[warp, token]``, or ``[warp, token, row]`` if query rows see different tokens.
+    """Return the token factors of the ``loaded`` tiles: ``[warp, token]``, or ``[warp, token, row]`` if rows attend to different tokens.
 
     ``FACTOR`` converts the stored factors, which are element ``AT`` of each loaded tile. With ``PAIRED``, a tile row contains two tokens,
     and ``FACTOR`` returns their factors as two tensors ``[warp, token]`` or as one tensor ``[warp, token, 2]``.

@@ -42,7 +42,7 @@ def count_lanes_before(lanes: tl.tensor, lane: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def load_states(states: tl.tensor, lane: tl.tensor) -> tl.tensor:
-    """Load the initial state of each lane as uint32. ``states`` are int16 halves: the low half of each state, then its high half."""
+    """Load the initial state of each lane as uint32. ``states`` are interleaved int16 halves: low, high, low, high, ..."""
     low_half = tl.load(states + 2 * lane).to(tl.uint32) & 0xFFFF
     return tl.load(states + 2 * lane + 1).to(tl.uint32) << 16 | low_half
 

@@ -38,7 +38,7 @@ class TableConstants(NamedTuple):
     """Compile-time constants of a table codec.
 
     ``codes`` are the packings of its code streams, ``entries`` is the number of table entries, and ``scales`` is the index of the stream of
-    norms or scales. ``joined`` is the number of values per tile lane: 1 for symbols with three values, otherwise all values of a symbol.
+    norms or scales. ``joined`` is the number of values per tile lane: 1 for three-value symbols, otherwise the number per symbol.
     """
 
     codes: tuple[CodeStream, ...]

@@ -41,11 +41,11 @@ class ElementFormat(NamedTuple):
 class MinifloatConstants(NamedTuple):
     """Compile-time constants of a minifloat codec.
 
-    ``form`` is the element format, ``largest`` its largest value, ``emax`` the exponent of that value, and ``carry`` its
-    ``exponent_carry``. ``kind`` is the kind of scales. A scale covers ``size`` channels, and a token has ``blocks`` scales, which are
-    float16 if ``half``. ``scale_form`` is e4m3. Run scales are chosen so that the largest quotient is ``max_quotient``; with ``per_head``,
-    each head has its own run scale. The streams are those of scales and, for ``E4M3_BLOCKS``, of run scales. If ``chosen``, run scales are
-    computed from the magnitudes in table 0, float32 ``[batch, kv_head or 1]``.
+    ``form`` is the format of the elements, and ``scale_form`` that of e4m3 scales. ``largest`` is the largest element value, ``emax`` is
+    its exponent, and ``carry`` is the result of ``exponent_carry``. ``kind`` is the kind of scales. A token has ``blocks`` scales, one for
+    every ``size`` channels, in float16 if ``half``. Run scales limit quotients to ``max_quotient``; with ``per_head``, each head has its
+    own run scale. If ``chosen``, run scales come from the magnitudes in table 0, float32 ``[batch, kv_head or 1]``. The first stored
+    stream contains scales; with ``E4M3_BLOCKS``, the second one contains run scales.
     """
 
     form: ElementFormat

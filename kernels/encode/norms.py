@@ -31,7 +31,7 @@ _MIN_SQUARE, _MAX_SQUARE = tl.constexpr(MIN_SQUARE), tl.constexpr(MAX_SQUARE)
 class NormConstants(NamedTuple):
     """Compile-time constants for norms.
 
-    ``limit`` is the smallest norm that does not fit, and ``rule`` comes from ``rows.norm_rule_limit``. If norms are stored as bytes,
+    ``limit`` is the smallest norm that overflows its dtype, and ``rule`` comes from ``rows.norm_rule_limit``. If norms are stored as bytes,
     ``log8`` is the index of the table that ``store_norms`` needs; otherwise, it is -1.
     """
 

@@ -33,8 +33,8 @@ _MAX_ANGLES, _MIN_SUM, _MAX_SUM = tl.constexpr(MAX_ANGLES), tl.constexpr(MIN_SUM
 class PolarConstants(NamedTuple):
     """Compile-time constants of a polar codec: the ``bits`` of each level's angles, and the number of ``radii`` per token.
 
-    ``limit`` is the smallest radius that does not fit, ``rule`` comes from ``rows.norm_rule_limit``, and ``compiled`` is False in the
-    interpreter. The tables are the bounds between angles, ``[level, MAX_ANGLES]``, and the result of ``level_directions``.
+    ``limit`` is the smallest radius that overflows its dtype, ``rule`` comes from ``rows.norm_rule_limit``, and ``compiled`` is False in
+    Triton's interpreter. The tables are the bounds between angles, ``[level, MAX_ANGLES]``, and the result of ``level_directions``.
     """
 
     bits: tuple[int, ...]

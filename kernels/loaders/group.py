@@ -74,7 +74,7 @@ class GroupConstants(NamedTuple):
 
 
 def tiles(codec: Group, dual: int = 0) -> Tiles | None:
-    """Return the tile loader of ``codec``, or None if a code is not a bit field in at most two words. ``dual`` is as in ``Tiles``."""
+    """Return the tile loader of ``codec``, or None if a code is not a bit field in at most two words. For ``dual``, see ``Tiles``."""
     packing = codec.packings()["codes"]
     if not has_whole_word_tiles(packing):
         return None

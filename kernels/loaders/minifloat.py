@@ -306,7 +306,7 @@ def _tile_factors(loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr,
 
 @triton.constexpr_function
 def _element_exponent(element: str) -> int:
-    """Return the exponent e of the factor 2^e by which elements of this format are too small in tiles."""
+    """Return e such that decoded tile elements of this format must be multiplied by 2^e."""
     return E2M1_EXPONENT.value if element == "e2m1" else 0
 
 

@@ -52,7 +52,7 @@ class OctahedralConstants(NamedTuple):
 
 
 def tiles(codec: Octahedral, dual: int = 0) -> Tiles | None:
-    """Return the tile loader of ``codec`` in the direct arrangement, or None if a digit is too wide. ``dual`` is as in ``Tiles``."""
+    """Return the tile loader of ``codec`` in the direct arrangement, or None if a digit is too wide. For ``dual``, see ``Tiles``."""
     packing = codec.packings()["symbol"]
     if not has_whole_word_tiles(packing):
         return None

@@ -87,7 +87,7 @@ def paired_tiles(codec: Scalar) -> Tiles | None:
 
 
 def tiles(codec: Scalar, dual: int = 0) -> Tiles:
-    """Return the tile loader of ``codec``, which has one code stream per bit width. ``dual`` is as in ``Tiles``."""
+    """Return the tile loader of ``codec``, which has one code stream per bit width. For ``dual``, see ``Tiles``."""
     streams: tuple[Stream, ...] = ()
     tables: list[torch.Tensor] = []
     packings: list[TilePacking] = []

@@ -283,7 +283,7 @@ def _put_and_get(folder: str, identity: Identity, cache: kvpack.Cache, process_i
 
 
 def _measure_costs(folder: str, identity: Identity, count: int) -> dict[str, Any]:
-    """Fill a store with ``count`` small entries, and return the cost of a chunk in it."""
+    """Fill a store with ``count`` small entries, and return the median times of a put, a match and a get, in microseconds."""
     backend = Directory(folder, Counters())
     present = backend.size()[0]
     now = time.time_ns()

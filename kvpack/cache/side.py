@@ -343,7 +343,7 @@ class Side(PackedObject):
         return replace(self, codec=codec, runs=self.runs.mapped(codec, lambda streams: self.codec.repack(streams, codec)))
 
     def with_run(self, run: PackedRun, tail: torch.Tensor) -> Side:
-        """Return the side with ``run`` appended to its runs, and with the new ``tail``."""
+        """Return a copy of the side with ``run`` appended and its tail replaced by ``tail``."""
         return replace(self, runs=PackedRuns((*self.runs.stretches, run.stretch)), tail=tail)
 
     def to(self, device: torch.device | str) -> Side:

@@ -306,7 +306,7 @@ class Recipe:
         return self.basis
 
     def _text_with_basis_digest(self) -> str:
-        """Return the text with the basis's SHA-256 inserted into every clause that needs a basis.
+        """Return the recipe text with the basis's SHA-256 added to every clause that needs a basis.
 
         Raises InvalidParameter if a clause names a different basis.
         """

@@ -281,7 +281,7 @@ def _format_divergence(value: float | None) -> str:
 
 
 def shape_with_basis(basis: Basis, requested: dict[str, int]) -> dict[str, int]:
-    """Return ``requested``, completed with the number of layers, the number of heads and the head dim of the model of ``basis``.
+    """Return ``requested`` plus the layer count, head count and head dim of the model that ``basis`` is for.
 
     Raises InvalidParameter if ``requested`` contradicts them, or if the layers differ in shape.
     """

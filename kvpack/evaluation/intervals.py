@@ -21,9 +21,9 @@ def student_t_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def significantly_less(values: Sequence[float], others: Sequence[float]) -> bool:
-    """Return True if the mean of ``values`` is significantly lower than the mean of ``others``. Both lists are in the same order.
+    """Return True if the mean of ``values`` is significantly lower than the mean of ``others``, in a paired t-test.
 
-    A single pair is compared directly.
+    ``values[i]`` is paired with ``others[i]``. A single pair is compared directly.
     """
     differences = [value - other for value, other in zip(values, others, strict=True)]
     interval = student_t_interval(differences)

@@ -163,7 +163,10 @@ class LiveLayer:
             raise
 
     def roll(self) -> bool:
-        """Encode whole windows of the tail, or enough tokens to pack as many keys as values. Returns True if any were encoded."""
+        """Encode the tail's full windows or, if the packed keys and values differ in length, enough tokens to even them out.
+
+        Returns True if any tokens were encoded.
+        """
         self.commit()
         if not self.is_due:
             return False

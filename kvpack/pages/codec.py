@@ -133,7 +133,7 @@ class PageCodec:
         return PageJob.completed(self._host.decode(self._views(rows, len(slots), writable=False), pages, slots, digests, check_values))
 
     def check(self, rows: Rows, *, keys: Sequence[bytes] | None = None, check_values: bool = False) -> list[Outcome]:
-        """Return a list with None for each valid row, and the error that ``decode_into`` would report for each other row.
+        """Return one item per row: None if it is valid, otherwise the error that ``decode_into`` would report.
 
         The rows are in host memory. Raises InvalidParameter if the codec is closed or an argument is invalid.
         """

@@ -54,7 +54,7 @@ def max_mappings() -> int:
 
 
 def may_map() -> bool:
-    """Return True if one more file may be mapped. Otherwise, the file must be read."""
+    """Return True if another file can be memory-mapped. If False, read the file instead."""
     return len(_MAPPED) < max_mappings()
 
 

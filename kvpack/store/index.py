@@ -431,8 +431,8 @@ class Index:
     def _refresh_folder(self, folder: int, *, wait: bool) -> bool:
         """Make a subfolder's rows match its entries. Writes only rows that differ. Returns True if they match afterward.
 
-        Other processes may change the subfolder while it is listed. With ``wait``, it is then listed again, and if necessary, other
-        processes are finally locked out. Raises OSError or sqlite3.Error.
+        Other processes may change the subfolder while it is listed. With ``wait``, the listing is then repeated; the last attempt locks out
+        other processes. Raises OSError or sqlite3.Error.
         """
         for attempts_left in reversed(range(_MAX_LISTINGS if wait else 1)):
             listing = self._list_folder(folder)

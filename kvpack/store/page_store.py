@@ -375,7 +375,7 @@ class PageStore:
     def _buffer_slots(self, pages: Pages, slots: Sequence[int], count: int, *, written: bool = False) -> list[BufferSlot]:
         """Return the memory and the slot of each page.
 
-        Raises InvalidParameter unless there are ``count`` pages, and the same errors as ``PageCodec.checked``.
+        Raises InvalidParameter unless there are ``count`` pages. Also raises the errors of ``PageCodec.validate_arguments``.
         """
         if not isinstance(pages, PageBuffer) and isinstance(pages, Sequence):
             if len(pages) != count:

@@ -34,7 +34,7 @@ class Summary:
 
     @property
     def count(self) -> int:
-        """Number of readable and unreadable entries."""
+        """Total number of entries, readable or not."""
         counts = [*self.chunks.values(), *self.kinds.values()]
         return self.unreadable + sum(count["entries"] for count in counts)
 

@@ -66,9 +66,9 @@ class Framing:
     ropes: Sequence[Rope | None]
 
     def view(self, layer: int, side: str, x: torch.Tensor) -> torch.Tensor:
-        """Return keys, values or gradients of tokens from position 0 on as ``[batch, frame, token, channel]``, before RoPE.
+        """Return ``x`` ``[batch, kv_head, token, dim]`` as ``[batch, frame, token, channel]``, with RoPE undone if ``side`` is "k".
 
-        ``x`` is ``[batch, kv_head, token, dim]``.
+        ``x`` contains keys, values or gradients. Its first token must be at position 0.
         """
         rope = self.ropes[layer] if side == "k" else None
         x = x if rope is None else rope.rotate(x.to(torch.float32), 0, inverse=True)

@@ -40,7 +40,7 @@ class AttentionSwitch(ModelChange):
             return lease(AttentionSwitch, outer)
 
     def undo(self) -> None:
-        """Restore the previous attention, unless the user has set another one in the meantime."""
+        """Restore the previous attention implementation, unless the user has changed it since."""
         outer = self.module()
         if outer is None:
             return

@@ -350,7 +350,7 @@ def messages_in(cache: Cache, tokenizer: Any) -> list[Message] | None:
 
 
 class _TokenRanges:
-    """Maps characters of a rendered conversation to positions in the cache's token ids, as far as both have the same text."""
+    """Maps characters of a rendered conversation to positions in the cache's token ids, up to the first token that differs."""
 
     def __init__(self, tokenizer: Any, text: str, cached_ids: list[int], *, special: bool) -> None:
         self.tokenizer, self.text, self.ids, self.at = tokenizer, text, cached_ids, 0

@@ -392,7 +392,7 @@ def _recover(device: torch.device, pool: Any) -> None:
 
 @cache
 def _get_capture_stream(device: torch.device) -> Any:
-    """Return the device's stream for captures. All captures share one, because libraries keep a workspace for each stream."""
+    """Return the device's capture stream. All captures share it, because libraries allocate a workspace per stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 

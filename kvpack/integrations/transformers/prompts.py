@@ -87,9 +87,9 @@ def changes_since_computed(cache: Cache) -> str:
 
 
 def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:
-    """Explain why the same token ids may have different keys in ``cache`` and in ``prompt``. Empty if they cannot.
+    """Explain why the same token ids may have different keys in ``cache`` and in ``prompt``. Returns "" if they cannot.
 
-    Some types of RoPE (dynamic, longrope) choose their frequencies by the length of the sequence.
+    Some RoPE types (dynamic, longrope) choose frequencies based on the sequence length.
     """
     longest = max_uniform_length(config)
     for name, tokens in (("cache", cache.tokens), ("prompt", as_token_ids(prompt).shape[1])):

@@ -45,10 +45,10 @@ class _InputNote:
 
 
 class Record:
-    """The inputs of a cache's tokens: ``inputs`` for the tokens already present, followed by the inputs of recorded passes.
+    """The inputs that produced a cache's tokens: ``inputs`` produced those already present, and recorded passes added the others.
 
-    Ids are kept for each of the ``batch`` rows, because beam search makes them differ. ``adapters`` is the result of ``active_adapters``
-    for the tokens already present, or None if unknown.
+    Ids are stored for each of the ``batch`` rows, because beam search makes them diverge. ``adapters`` is the result of
+    ``active_adapters`` for the tokens already present, or None if unknown.
     """
 
     def __init__(self, inputs: Inputs | None, tokens: int, adapters: tuple[Any, ...] | None = None, batch: int = 1) -> None:

@@ -152,7 +152,7 @@ def _input_digests(arguments: Mapping[str, Any], batch: int) -> tuple[str, ...]:
 
 
 def _hides_nothing(name: str, value: torch.Tensor) -> bool:
-    """Return True for an attention mask of ones, which ``generate`` creates if the caller passes no mask."""
+    """Return True for an all-ones attention mask, which ``generate`` creates if the caller passes none."""
     return name == "attention_mask" and value.dim() == 2 and bool((value == 1).all())
 
 

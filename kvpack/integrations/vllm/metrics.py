@@ -85,7 +85,7 @@ class TierMetrics:
         self._size_executor.shutdown()
 
     def pop_stats(self) -> Any:
-        """Return the increments in vLLM's format, or None if nothing has happened."""
+        """Return the statistics collected since the last call, in vLLM's format, or None if there are none."""
         stats = _empty_stats()
         for changes in self._changes:
             for labels, added in changes.pop_increments().items():

@@ -182,7 +182,7 @@ def sidecar_packings(codec: Codec) -> dict[str, Columns]:
 
 def _streams(codec: Codec, batch: int, heads: int, tokens: int, generator: Generator, every: int) -> dict[str, torch.Tensor]:
     """Return streams of random digits and numbers. One in ``every`` flags is 1, or none if ``every`` is 0."""
-    if (coded := lossless_streams(codec, batch, heads, tokens, generator.word, finite=True)) is not None:
+    if (coded := lossless_streams(codec, batch, heads, tokens, generator.next_word, finite=True)) is not None:
         return coded
     streams = {}
     for stream, packing in codec.packings().items():

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MAX_WIDTH = 8
 
-ADDED_LOSS = 0.1
+ADDED_LOSS = 0.5
 """Fraction of the mean loss that is added to the loss of every tensor.
 
 Measured losses are noisy, and the smallest ones are not meaningful. Without this addition, tensors that matter for other texts would get

@@ -43,10 +43,10 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--widths",
         type=int,
-        default=1,
+        default=2,
         metavar="N",
         help="measure the loss of each layer's keys and values at 2 bits in N windows of 1024 tokens, from which kvpack-2 to kvpack-4 "
-        "choose widths; the last 128 tokens are read twice per layer (default: 1; 0 omits widths)",
+        "choose widths; the last 256 tokens are read twice per layer (default: 2; 0 omits widths)",
     )
     parser.add_argument(
         "--positions",

@@ -101,7 +101,7 @@ class CalibrationSettings:
     seed: int = 0
     scope: str | None = None
     balanced_only: bool = False
-    widths: int = 1
+    widths: int = 2
     positions: int | None = None
     device: str = "cpu"
 

@@ -15,7 +15,7 @@ from kvpack.evaluation.windows import evaluate_over, evaluate_uncompressed, pack
 MEASURED_BITS = 2
 """Bit width at which tensors are measured: small enough for losses above the noise, and large enough that losses add up."""
 
-SCORED_PART = 8
+SCORED_PART = 4
 """One in this many tokens of a window is scored."""
 
 

@@ -100,6 +100,8 @@ def test_widths_have_the_requested_average() -> None:
 def test_layers_without_a_measured_loss_get_enough_bits() -> None:
     losses = {(layer, "k"): 0.0 if layer % 2 else 0.001 for layer in range(8)}
     assert set(choose_widths(losses, 3).values()) == {2, 4}
+    few = {(layer, "k"): 0.0 if layer % 4 else 0.001 for layer in range(8)}
+    assert sorted(choose_widths(few, 2).values()) == [1, 1, 2, 2, 2, 2, 3, 3]
 
 
 def test_key_norms_are_finer_with_fine_codes() -> None:

@@ -85,6 +85,8 @@ class Chat:
         modules.check_model(model)
         if template is not None and not isinstance(template, Mapping):
             raise InvalidType(f"template is {describe(template)}, expected a dict of arguments for apply_chat_template")
+        # First, so that pickle refuses a chat before it reaches the model, whose hooks may not be picklable.
+        self._turn = CacheLock()
         self.model, self.tokenizer = model, tokenizer
         self.messages: list[Message] = [_check_message(message) for message in messages]
         if store is not None and not isinstance(store, Store):
@@ -103,7 +105,6 @@ class Chat:
                 "kvpack.Identity.of(model, recipe)"
             )
         self._cache: Cache | None = None
-        self._turn = CacheLock()
         self._is_loaded = False
         self._reused = self._prompt_tokens = 0
 

@@ -582,12 +582,12 @@ def test_the_command_saves_its_report_and_plots(tmp_path: Path, capsys: pytest.C
     row = by_recipe(printed)["kivi-2"]
     assert f"{row['perplexity']:.4f}" in line
     assert f"{row['of_reference']['ratio']:.3g}" in line
-    assert f"{100 * row['same_choices']:.1f} %" in line
+    assert f"{100 * row['same_choices']:.1f}%" in line
     assert "of 5" in line
     assert "at most 32 in a pass" in shown
     assert "its twin with key channels x 8" in shown
     assert "past forgotten" in shown
-    assert "75 to 100 %" in shown
+    assert "75 to 100%" in shown
 
 
 def rows_of(divergences: dict[float, list[float]]) -> list[dict[str, Any]]:

@@ -205,7 +205,7 @@ def show(report: dict[str, Any]) -> None:
                 f"{row['bits_per_value']:.3f}",
                 f"{row['most_bits']:.2f}" if row["of"] else "",
                 f"{row['kl_divergence']:.5f}",
-                f"{100 * row['same_choices']:.1f} %",
+                f"{100 * row['same_choices']:.1f}%",
                 f"{row['part']:.3f}" if row["of"] else "",
                 f"{row['most_part']:.2f}" if row["of"] else "",
                 row["of"],

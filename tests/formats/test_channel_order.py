@@ -142,7 +142,7 @@ def test_invalid_recipes_are_refused(words: str, message: str) -> None:
         (64, {"block_rotation": 48}, "divisor of the head dim 64 that is at least 2"),
         (72, {"block_rotation": 36}, "no Hadamard rotation"),
         (64, {"channel_order": "u32"}, "expected one of u8, u16"),
-        (300, {"channel_order": "u8"}, "only 256 channels, but the head dim is 300"),
+        (300, {"channel_order": "u8"}, "at most 256 channels, but the head dim is 300"),
     ],
 )
 def test_invalid_header_maps_are_refused(dim: int, sidecars: dict[str, Any], message: str) -> None:

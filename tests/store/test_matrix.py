@@ -90,7 +90,7 @@ MUTANTS: dict[str, tuple[str, str, Any]] = {
     "no sync of folders": ("power loss", "kvpack.file.atomic.sync_folder", lambda folder: None),
     "exhausted memory raises an error": ("memory limit", "kvpack.store.counters.Counters.fault", _raise),
     "what is there is right": ("two users", "kvpack.store.directory.probe_kind", lambda *_: EntryKind.READABLE),
-    "no locks": ("PID namespaces", "kvpack.store.eviction.sweep", _remove),
+    "no locks": ("PID namespaces", "kvpack.store.eviction.remove_abandoned", _remove),
     "no tenant in the key": ("isolation", "kvpack.identity.identity.Identity.digest", property(_without_tenant)),
 }
 

@@ -484,7 +484,7 @@ def test_reading_does_not_remove_unfinished_files(tmp_path: Path) -> None:
 @pytest.mark.scenario
 def test_violations_of_these_rules_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store without locks loses entries that it is writing while other stores open it."""
-    monkeypatch.setattr("kvpack.store.eviction.sweep", lambda path, old: os.unlink(path) or True)
+    monkeypatch.setattr("kvpack.store.eviction.remove_abandoned", lambda path, old: os.unlink(path) or True)
     with pytest.raises(AssertionError):
         test_writers_in_another_pid_namespace_lose_nothing(tmp_path)
 

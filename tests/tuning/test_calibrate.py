@@ -139,7 +139,7 @@ def test_the_weight_of_raw_tokens_is_reported(basis: Path, tmp_path: Path, capsy
     assert (tmp_path / "x.kvbasis").read_bytes() == basis.read_bytes()
     assert 0 < report["raw_attention"] < 1
     calibrate.show(report)
-    assert f"they get {100 * report['raw_attention']:.1f} % of the attention weight" in capsys.readouterr().out
+    assert f"they get {100 * report['raw_attention']:.1f}% of the attention weight" in capsys.readouterr().out
     calibrate.show({**report, "raw_attention": None})
     assert "attention weight" not in capsys.readouterr().out
 

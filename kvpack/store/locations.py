@@ -123,7 +123,10 @@ def _location_kind(location: Any) -> LocationKind:
         path = os.fsdecode(location)
         if not path.startswith(_FILE) and (start := _URL.match(path)):
             supported = ", ".join(scheme for kind in (*KINDS, FOLDER) for scheme in kind.schemes)
-            raise InvalidParameter(f"the location begins with {start[0]!r}, expected one of {supported} in a str, or a folder path")
+            raise InvalidParameter(
+                f"the location begins with {start[0]!r}, expected one of {supported} in a str, or a folder path: for a folder of this "
+                "name, write ./ before it"
+            )
     return FOLDER
 
 

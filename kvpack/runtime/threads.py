@@ -17,7 +17,9 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
+
+from kvpack.formats.errors import InvalidParameter
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -167,11 +169,14 @@ class WorkerThreads:
 
 
 class Lock:
-    """A lock like ``threading.Lock``, except that a forked child can always acquire it."""
+    """A lock like ``threading.Lock``, except that a forked child can always acquire it. Objects that contain one cannot be pickled."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         _ALL.add(self)
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidParameter("an open store, page codec or file cannot be pickled or copied: open it again in each process")
 
     def acquire(self) -> None:
         self._lock.acquire()

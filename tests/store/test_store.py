@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import hashlib
 import os
+import pickle
 import re
 import stat
 import struct
@@ -63,6 +65,13 @@ def test_the_first_prefix_that_is_shorter_than_a_chunk_is_logged(tmp_path: Path,
     store.save(prompt(2), cache(2 * CHUNK + 5, recipe))
     assert store.stats()["saves"] == 1
     assert len(caplog.records) == 1
+
+
+def test_a_store_cannot_be_pickled_or_copied(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        for call in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(InvalidParameter, match="open it again in each process"):
+                call(store)
 
 
 def test_the_longest_stored_prefix_is_found(tmp_path: Path) -> None:

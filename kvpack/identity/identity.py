@@ -186,7 +186,7 @@ class Identity:
         weights: Digest or revision of the weights.
         adapter: Names and digests of the adapters in effect.
         rope: Rotary settings.
-        dtype: Dtype of the model or of the engine's cache.
+        dtype: Dtype of the model or of the engine's cache. Without it, ``raw`` caches of different dtypes replace each other.
         tenant: Owner of the entries, as any text. All users without a tenant share the empty one.
         config: Digest of the configuration, the modules with their settings and quantization, and the buffers.
         extra: Anything else that affects the values, such as a forward hook (spec/notes.md lists what kvpack detects).

@@ -35,8 +35,8 @@ FEATURE = "prefix-store-2"
 """
 _DIGEST_END = 2 * KEY_BYTES + DIGEST_BYTES
 
-SideShapes = tuple[tuple[tuple[str, int, int], ...], ...]
-"""The (name, heads, head dim) of the keys and the values of each layer."""
+SideShapes = tuple[tuple[tuple[str, int, int, str | None], ...], ...]
+"""The (name, heads, head dim, dtype) of the keys and the values of each layer. The dtype is None if the codec is lossy."""
 
 _MEMORY_FACTOR, _MEMORY_ALLOWANCE = 4, 2**26
 """Memory limit for reading an entry: a multiple of its size, plus a number of bytes (see kvpack/file/footprint.py)."""
@@ -180,15 +180,17 @@ class EntryReader:
                 self._templates[len(view), _start_bytes(start)] = template
         return cache
 
-    def set_shape(self, cache: Cache) -> None:
-        """From now on, reject entries with a different shape than ``cache``, which the model produced."""
-        shape = tuple(tuple((name, side.heads, side.dim) for name, side in layer.sides.items()) for layer in cache)
-        if shape != self.shape:
-            # Templates may be of entries that were read before.
-            self.shape, self._templates = shape, {}
+    def set_shape(self, cache: Cache) -> bool:
+        """From now on, reject entries with a different shape than ``cache``, which the model produced. Returns True if the shape is new."""
+        shape = tuple(tuple((name, side.heads, side.dim, side.codec.exact_dtype) for name, side in layer.sides.items()) for layer in cache)
+        if shape == self.shape:
+            return False
+        # Templates may be of entries that were read before.
+        self.shape, self._templates = shape, {}
+        return True
 
     def check_shape(self, file: container.File) -> None:
-        """Raise InvalidHeader if an entry's layers, heads or head dims differ from the model's.
+        """Raise InvalidHeader if an entry's layers, heads, head dims or exact dtypes differ from the model's.
 
         Accepts any shape as long as the model's is unknown.
         """
@@ -202,8 +204,8 @@ class EntryReader:
                 f"{len(layers)} layers, layer {at}: {layers[at] if at < len(layers) else 'none'}" for layers in (shape, self.shape)
             ]
             raise InvalidHeader(
-                f"{file.where} has different heads and head dims than the store's entries: {descriptions[0]}, "
-                f"expected {descriptions[1]}"
+                f"{file.where} has other heads, head dims or dtypes than the model's cache: {descriptions[0]}, expected {descriptions[1]}: "
+                "give each model and dtype an identity of its own"
             )
 
     def _check_key(self, fields: ChunkFields, key: bytes, where: str) -> None:
@@ -229,9 +231,9 @@ def open_entry(data: Data, key: bytes) -> container.File:
 
 
 def side_shapes(file: container.File) -> SideShapes:
-    """Return the heads and head dims of each layer's keys and values."""
-    codecs = file.header.codecs
-    return tuple(tuple((name, side.heads, codecs[side.codec].dim) for name, side in layer.sides()) for layer in file.header.layers)
+    """Return the heads, head dims and exact dtypes of each layer's keys and values."""
+    codecs = [(codec.dim, codec.exact_dtype) for codec in file.header.codecs]
+    return tuple(tuple((name, side.heads, *codecs[side.codec]) for name, side in layer.sides()) for layer in file.header.layers)
 
 
 def check_entry(

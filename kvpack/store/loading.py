@@ -57,6 +57,11 @@ class Loader:
         self._windows = SlidingWindows((), reader.chunk) if windows is None else windows
         self._readable_keys, self._suspect_keys = KeySet(), KeySet()
 
+    def set_shape(self, cache: Cache) -> None:
+        """From now on, reject entries with a different shape than ``cache``, which the model produced."""
+        if self._reader.set_shape(cache):
+            self._readable_keys = KeySet()
+
     def load(self, keys: Sequence[bytes], states_entry: tuple[bytes, FoundEntry] | None = None) -> Cache | None:
         """Return the cache of the longest stored prefix of the chain ``keys``, or None if nothing is stored. Every digest is checked.
 

@@ -67,6 +67,18 @@ def test_the_first_prefix_that_is_shorter_than_a_chunk_is_logged(tmp_path: Path,
     assert len(caplog.records) == 1
 
 
+def test_an_exact_cache_replaces_entries_of_another_dtype(tmp_path: Path) -> None:
+    store = open_store(tmp_path, kvpack.Identity("model", "raw"))
+    for tokens, dtype in ((2 * CHUNK, torch.bfloat16), (3 * CHUNK, torch.float32), (2 * CHUNK, torch.bfloat16)):
+        whole = kvpack.pack([(k.to(dtype), v.to(dtype)) for k, v in random_pairs(2, tokens)], "raw")
+        assert store.save(list(range(tokens)), whole) == tokens
+        found, loaded = store.load(list(range(tokens)))
+        assert found == tokens
+        assert loaded is not None
+        assert loaded[0].k.codec == whole[0].k.codec
+        assert is_same_prefix(loaded, whole)
+
+
 def test_a_store_cannot_be_pickled_or_copied(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         for call in (pickle.dumps, copy.deepcopy):

@@ -380,10 +380,14 @@ class PageStore:
         if not isinstance(pages, PageBuffer) and isinstance(pages, Sequence):
             if len(pages) != count:
                 raise InvalidParameter(f"{len(pages)} page buffers were passed for {count} keys, expected one buffer per key")
-            places = zip(pages, slots, strict=True)
-            return [
-                BufferSlot(memory, self.codec.validate_arguments(memory, [slot], None, written=written)[0][0]) for memory, slot in places
+            result = [
+                BufferSlot(memory, self.codec.validate_arguments(memory, [slot], None, written=written)[0][0])
+                for memory, slot in zip(pages, slots, strict=True)
             ]
+            # Two buffers may view the same memory.
+            if written and len({memory.sides["k"][0][slot].data_ptr() for memory, slot in result}) < count:
+                raise InvalidParameter("two pages were requested for one slot, but a slot holds one page: pass each slot once")
+            return result
         return [BufferSlot(pages, slot) for slot in self.codec.validate_arguments(pages, slots, None, written=written)[0]]
 
     def _entry_keys(self, keys: Sequence[bytes]) -> list[bytes]:

@@ -84,6 +84,18 @@ def test_pages_are_loaded_by_their_keys(location: Any, options: dict[str, Any]) 
         assert "kvpack_store_row_bytes" in store.prometheus()
 
 
+def test_two_buffers_of_one_memory_have_no_slot_in_common(tmp_path: Path) -> None:
+    given, _ = pages()
+    target, found = cleared()
+    again = PageBuffer(GEOMETRY, found[:, 0], found[:, 1])
+    with PageStore(tmp_path, IDENTITY, GEOMETRY) as store:
+        store.put(KEYS[:2], given, [0, 1])
+        with pytest.raises(InvalidParameter, match="pass each slot once"):
+            store.get_into(KEYS[:2], [target, again], [3, 3])
+        assert not found.any()
+        assert store.get_into(KEYS[:2], [target, again], [2, 3]) == [True, True]
+
+
 def test_other_processes_but_not_other_identities_read_pages(tmp_path: Path) -> None:
     given, _ = pages()
     with PageStore(tmp_path, IDENTITY, GEOMETRY) as store:

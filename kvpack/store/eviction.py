@@ -18,7 +18,7 @@ from kvpack.formats.errors import KvpackError
 
 from .counters import Counters
 from .disk_usage import DiskUsage, UsageCount
-from .folder import Folder
+from .folder import Folder, may_be_store
 from .index import MIN_ENTRIES, Index
 from .index_tables import IndexRow, key_from_row
 from .pins import Pins
@@ -169,7 +169,7 @@ class Evictor:
     def collect(self) -> None:
         """Remove unfinished files of dead writers, recount the bytes, and evict entries above the budget."""
         try:
-            if os.path.isdir(self.folder.root):
+            if os.path.isdir(self.folder.root) and may_be_store(self.folder.root):
                 self.folder.make_folders()
                 self._try_round(0, set(), recount=True)
         except (OSError, KvpackError) as error:

@@ -64,6 +64,15 @@ OTHER_FILES = ("usage", "lock", *INDEX_FILES)
 _ENTRY_NAME = re.compile("[0-9a-f]{64}")
 
 
+def may_be_store(root: str) -> bool:
+    """Return False if the folder ``root`` contains other files, but no folder of a store. Files must not be added to such a folder."""
+    try:
+        names = os.listdir(root)
+    except OSError:
+        return True
+    return not names or UNFINISHED in names or any(os.path.isdir(f"{root}/{folder}") for folder in ENTRY_FOLDERS)
+
+
 class Folder:
     """The folder ``root`` of a directory backend. With ``durable``, newly created folders are synced to disk.
 

@@ -16,6 +16,7 @@ from .counters import Counters
 from .directory import Directory
 from .encryption import Cipher
 from .entry_kind import EntryFormat
+from .folder import may_be_store
 from .memory import MemoryBackend
 from .object_store import ObjectStore, is_object_store
 from .objects import SCHEMES as OBJECT_STORE_SCHEMES
@@ -77,10 +78,17 @@ def _open_tiers(
 def open_existing(
     location: str, counters: Counters, entry_format: EntryFormat, options: LocationOptions, *, skip_sweep: bool = False
 ) -> Backend:
-    """Open the backend at an existing location, as ``open_backend`` does. Raises MissingFile for a missing folder."""
-    if _location_kind(location) is FOLDER and not os.path.isdir(path := os.path.expanduser(_folder(location))):
-        why = "is not a folder" if os.path.lexists(path) else "does not exist; a store creates its folder when it stores its first chunk"
-        raise MissingFile(f"{redacted_location(location)}: {why}")
+    """Open the backend at an existing location, as ``open_backend`` does. Raises MissingFile if a folder is missing or is not a store."""
+    if _location_kind(location) is FOLDER:
+        path, why = os.path.expanduser(_folder(location)), ""
+        if not os.path.lexists(path):
+            why = "does not exist; a store creates its folder when it stores its first chunk"
+        elif not os.path.isdir(path):
+            why = "is not a folder"
+        elif not may_be_store(path):
+            why = "is not a store, because it has files, but none of a store's folders: check the path"
+        if why:
+            raise MissingFile(f"{redacted_location(location)}: {why}")
     return open_backend(location, counters, entry_format, options, skip_sweep=skip_sweep)
 
 

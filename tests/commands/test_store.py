@@ -228,6 +228,10 @@ def test_a_missing_store_is_reported(tmp_path: Path, folder: Path, capsys: pytes
         (tmp_path / "file").touch()
         run(*action, tmp_path / "file", code=3)
         assert "is not a folder" in capsys.readouterr().err
+        run(*action, tmp_path, code=3)
+        assert "is not a store" in capsys.readouterr().err
+    open_store(tmp_path).collect()
+    assert sorted(os.listdir(tmp_path)) == ["file", "store"]
     for key in ("", "xyz", "0123456789abcdef0"):
         run("export", folder, key, tmp_path / "out", code=2)
         assert "no stored key starts with" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -58,9 +59,13 @@ print(json.dumps(found))
 
 def output(program: str, folder: Path, *arguments: str) -> Any:
     """Return the JSON that ``program`` prints in a process without the interpreter, with Triton's cache in ``folder``."""
+    import torch
+
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-    command = [warm_python.python(*warm_python.LAUNCHING), "-c", program, *arguments]
+    # A GPU's machine may have another version of transformers than warm processes need.
+    python = sys.executable if torch.cuda.is_available() else warm_python.python(*warm_python.LAUNCHING)
+    command = [python, "-c", program, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)

@@ -104,14 +104,11 @@ class ChannelScale(ValueMap):
         means are subtracted, the factors are max(1, min((r / 10)^6, 3 sqrt(r))), times ``_mean_factors``. Balanced factors are proportional
         to (E[k^2] / E[q^2])^(1/4) of the channel, with a geometric mean of 1.
         """
-        whole = None if run.whole is None or self.queries is not None else _span_squares(run, run.whole)
-        return self.choose(_span_squares(run, run.blocks), whole)
-
-    def choose(self, centered: torch.Tensor, whole: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Choose factors as ``measure`` does, by sums of squares over spans, float64 ``[batch, kv_head, span, dim]``.
-
-        ``centered`` contains the sums without page means. ``whole`` contains those of whole values, or is None if there are no page means.
-        """
+        if run.span_squares is not None:
+            centered, whole = run.span_squares()
+        else:
+            whole = None if run.whole is None or self.queries is not None else _span_squares(run, run.whole)
+            centered = _span_squares(run, run.blocks)
         if self.queries is not None:
             return {STREAM: _balanced_factors(centered.mean(2, keepdim=True) / SPAN_TOKENS, self.queries).to(torch.float16)}
         squares = _median(centered)

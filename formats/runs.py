@@ -22,6 +22,8 @@ class Run:
         position: Position of the first token in its sequence, if known.
         norms: Norms of the layer's keys in each head, float32 ``[batch, kv_head, token]``, if known.
         whole: Like ``blocks``, but before page vectors are subtracted. None if no page vectors are subtracted.
+        span_squares: Returns the sums that ``ChannelScale`` computes from ``blocks`` and from ``whole``, if a kernel can add them up: each
+            channel's sum of squares over spans of ``SPAN_TOKENS`` tokens, float64 ``[batch, kv_head, span, dim]``.
 
     >>> x = torch.randn(1, 2, 10, 64)
     >>> run = kvpack.formats.runs.Run((1, 2, 10, 64), x.device, lambda: iter([x]))
@@ -35,6 +37,7 @@ class Run:
     position: int | None = None
     norms: torch.Tensor | None = None
     whole: Callable[[], Iterator[torch.Tensor]] | None = None
+    span_squares: Callable[[], tuple[torch.Tensor, torch.Tensor | None]] | None = None
 
 
 @dataclass(frozen=True)

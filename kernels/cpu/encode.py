@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy
@@ -28,6 +28,7 @@ from kvpack.formats.polar import Polar
 from kvpack.formats.products import product
 from kvpack.formats.quaternion import Quaternion, secondary_quaternions
 from kvpack.formats.raw_positions import LOW_VALUE_SHARE, MAX_LOW_VALUES_PER_PAGE, RawPositions
+from kvpack.formats.runs import Run
 from kvpack.formats.scalar import Scalar
 from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.formats.token_norms import MAX_PER_PAGE, PAGE_TOKENS, drop_crowded_pages
@@ -126,19 +127,37 @@ def encode(
         return None
     if x.dtype not in DTYPES or x.requires_grad or not (codec.dim == 1 or x.stride(3) == 1) or not supports(codec):
         return None
+    batch, heads, tokens, _ = x.shape
+    plain = codec.codec if isinstance(codec, CodecWithSidecars) else codec
+    call, names, _keep_alive = create_call(plain, x.shape[:3], x.dtype, x, threads, level)
+    run_streams: dict[str, torch.Tensor] = {}
+    read_streams: dict[str, torch.Tensor] = {}
+    sidecar_streams: dict[str, torch.Tensor] = {}
     if isinstance(codec, CodecWithSidecars):
-        return _encode_centered(codec, x, previous, threads, level, norms, errors)
-    streams_so_far: dict[str, torch.Tensor] = {}
-    if isinstance(codec, Minifloat) and codec.run_scale is not None:
+        measured = _measure_sidecars(codec, x, previous, call)
+        if measured is None:
+            return None
+        sidecar_streams, *_vectors = measured
+    elif isinstance(codec, Minifloat) and codec.run_scale is not None:
         if largest is None:
-            measured = measure_sizes(x, threads, level, with_norms=False)
-            assert measured is not None
-            largest = measured[1]
+            sizes = measure_sizes(x, threads, level, with_norms=False)
+            assert sizes is not None
+            largest = sizes[1]
         scale = _compute_run_scale(codec, largest, None if previous is None else previous[codec.run_scale], skipped)
         if scale is None:
             return None
-        streams_so_far[codec.run_scale] = scale
-    return _encode(codec, x, streams_so_far, None, None, threads, level, norms, errors, skipped)
+        run_streams[codec.run_scale] = scale
+        # The C kernels read run scales as float32.
+        read_streams[codec.run_scale] = scale.to(torch.float32).expand(batch, heads, -1)
+    streams = {}
+    for name, layout in plain.row_layouts.items():
+        shape = (batch, heads, -(-tokens // layout.tokens_per_row), *layout.shape[3:])
+        streams[name] = run_streams[name] if name in run_streams else empty(shape, _STORED_DTYPES[layout.dtype], x.device)
+    call.streams = (library.Stream * len(names))(*map(library.Stream.describe, map((streams | read_streams).__getitem__, names)))
+    call.norms = None if norms is None else norms.data_ptr()
+    call.errors = None if errors is None else errors.data_ptr()
+    call.skipped = None if skipped is None else skipped.data_ptr()
+    return None if library.run("encode", call, "encode") == REFUSED else streams | sidecar_streams
 
 
 def encodes_in_one_call(codec: Codec) -> bool:
@@ -146,87 +165,46 @@ def encodes_in_one_call(codec: Codec) -> bool:
     return not isinstance(codec, CodecWithSidecars) and not (isinstance(codec, Minifloat) and codec.run_scale is not None)
 
 
-def _encode(
-    codec: Codec,
-    x: torch.Tensor,
-    known: Mapping[str, torch.Tensor],
-    factors: torch.Tensor | None,
-    means: tuple[torch.Tensor, int] | None,
-    threads: int | None,
-    level: int,
-    norms: torch.Tensor | None = None,
-    errors: torch.Tensor | None = None,
-    skipped: torch.Tensor | None = None,
-) -> dict[str, torch.Tensor] | None:
-    """Encode ``x`` to streams. Returns None if ``formats/`` must encode ``x`` or reject some values.
+def _measure_sidecars(
+    codec: CodecWithSidecars, x: torch.Tensor, previous: Mapping[str, torch.Tensor] | None, call: library.EncodeArguments
+) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor | None] | None:
+    """Return the streams of the codec's ``ChannelScale``, if any, and ``KeyMean``, and the vectors of both, which are added to ``call``.
 
-    ``known`` contains the streams computed so far. Channels are first divided by ``factors``, float32 ``[batch, kv_head, 1, dim]``. Then
-    ``means`` are subtracted: vectors ``[batch, kv_head, page, dim]``, and the number of tokens per page.
-    """
-    batch, heads, tokens, _ = x.shape
-    streams = {}
-    for name, layout in codec.row_layouts.items():
-        shape = (batch, heads, -(-tokens // layout.tokens_per_row), *layout.shape[3:])
-        streams[name] = known[name] if name in known else empty(shape, _STORED_DTYPES[layout.dtype], x.device)
-    call, names, _keep_alive = create_call(codec, x.shape[:3], x.dtype, x, threads, level)
-    # The C kernels read run scales as float32.
-    argument_streams = (
-        streams | {name: stream.to(torch.float32).expand(batch, heads, -1) for name, stream in known.items()} if known else streams
-    )
-    call.streams = (library.Stream * len(names))(*map(library.Stream.describe, map(argument_streams.__getitem__, names)))
-    if factors is not None:
-        call.factors = library.Stream.describe(factors)
-    if means is not None:
-        call.means, call.mean_tokens = library.Stream.describe(means[0]), means[1]
-    if norms is not None:
-        call.norms = norms.data_ptr()
-    if errors is not None:
-        call.errors = errors.data_ptr()
-    if skipped is not None:
-        call.skipped = skipped.data_ptr()
-    return streams if library.run("encode", call, "encode") != REFUSED else None
-
-
-def _page_means(
-    codec: Codec,
-    x: torch.Tensor,
-    key_mean: KeyMean,
-    factors: torch.Tensor | None,
-    squares: torch.Tensor | None,
-    threads: int | None,
-    level: int,
-) -> torch.Tensor | None:
-    """Return the means of pages of ``x`` as ``KeyMean.page_means`` does, after dividing by ``factors``, or None if they may be too large.
-
-    The sums of squares over spans, float64 ``[2, batch, kv_head, dim, span]``, are written to ``squares``: without means, and of ``x``.
+    The vectors must outlive the call. Returns None if ``formats/`` must encode ``x``.
     """
     batch, heads, tokens, dim = x.shape
-    result = empty((batch, heads, -(-tokens // key_mean.tokens), dim), torch.float32, x.device)
-    call, _, _keep_alive = create_call(codec, x.shape[:3], x.dtype, x, threads, level)
-    call.means, call.mean_tokens, call.share = library.Stream.describe(result), key_mean.tokens, key_mean.share
-    if factors is not None:
-        call.factors = library.Stream.describe(factors)
-    call.squares = None if squares is None else squares.data_ptr()
-    library.run("measure", call, "encode")
-    return result if result.numel() and result.abs().amax().item() < _MAX_MEAN else None
-
-
-def _choose_factors(
-    codec: CodecWithSidecars, x: torch.Tensor, previous: Mapping[str, torch.Tensor] | None, threads: int | None, level: int
-) -> dict[str, torch.Tensor] | None:
-    """Return the streams of the codec's channel scale, as ``ChannelScale.begin`` does. Returns None if ``formats/`` must choose them."""
-    scale, key_mean = codec.sidecar(ChannelScale), codec.sidecar(KeyMean)
-    assert key_mean is not None
-    if scale is None:
-        return {}
-    if previous is not None and STREAM in previous:
-        return {STREAM: previous[STREAM]}
-    batch, heads, tokens, dim = x.shape
-    squares = torch.empty(2, batch, heads, dim, -(-tokens // SPAN_TOKENS), dtype=torch.float64, device="cpu")
-    if _page_means(codec.codec, x, key_mean, None, squares, threads, level) is None:
+    if not x.numel():
         return None
-    squares[..., -1] *= SPAN_TOKENS / ((tokens - 1) % SPAN_TOKENS + 1)
-    return scale.choose(*squares.transpose(3, 4))
+    (key_mean,) = codec.page_vectors
+    assert isinstance(key_mean, KeyMean)
+    mean = empty((batch, heads, -(-tokens // key_mean.tokens), dim), torch.float32, x.device)
+    call.means, call.mean_tokens, call.share = library.Stream.describe(mean), key_mean.tokens, key_mean.share
+
+    def span_squares() -> tuple[torch.Tensor, torch.Tensor | None]:
+        squares = torch.empty(2, batch, heads, dim, -(-tokens // SPAN_TOKENS), dtype=torch.float64, device="cpu")
+        call.squares = squares.data_ptr()
+        library.run("measure", call, "encode")
+        call.squares = None
+        centered, whole = squares.transpose(3, 4)
+        return centered, whole
+
+    streams: dict[str, torch.Tensor] = {}
+    factors = None
+    for scale in codec.value_maps:
+        run = Run((batch, heads, tokens, dim), x.device, partial(iter, [x]), span_squares=span_squares)
+        streams |= scale.begin(run, previous).streams
+        factors = streams[STREAM].to(torch.float32).contiguous()
+        call.factors = library.Stream.describe(factors)
+    library.run("measure", call, "encode")
+    if not mean.abs().amax().item() < _MAX_MEAN:
+        return None
+    if _ROTATION not in codec.derived_values:
+        codec.derived_values[_ROTATION] = codec.rotation.matrix()
+    matrix = codec.derived_values[_ROTATION]
+    streams |= key_mean.encode_means(product(mean.view(-1, dim), matrix.T).view(mean.shape))
+    vectors = product(key_mean.vectors(streams).view(-1, dim), matrix).view(mean.shape)
+    call.means = library.Stream.describe(vectors)
+    return streams, vectors, factors
 
 
 def _compute_run_scale(
@@ -245,34 +223,6 @@ def _compute_run_scale(
         return None
     scale = run_scales(codec, largest, previous)
     return scale if float(scale.amax()) < math.inf else None
-
-
-def _encode_centered(
-    codec: CodecWithSidecars,
-    x: torch.Tensor,
-    previous: Mapping[str, torch.Tensor] | None,
-    threads: int | None,
-    level: int,
-    norms: torch.Tensor | None,
-    errors: torch.Tensor | None,
-) -> dict[str, torch.Tensor] | None:
-    """Encode ``x`` with a codec whose sidecars are ``KeyMean`` and, possibly, ``ChannelScale``, to the same streams as ``formats/``."""
-    key_mean = codec.sidecar(KeyMean)
-    assert key_mean is not None
-    run_streams = _choose_factors(codec, x, previous, threads, level)
-    if run_streams is None:
-        return None
-    factors = run_streams[STREAM].to(torch.float32).contiguous() if run_streams else None
-    mean = _page_means(codec.codec, x, key_mean, factors, None, threads, level)
-    if mean is None:
-        return None
-    if _ROTATION not in codec.derived_values:
-        codec.derived_values[_ROTATION] = codec.rotation.matrix()
-    matrix = codec.derived_values[_ROTATION]
-    mean_streams = key_mean.encode_means(product(mean.view(-1, codec.dim), matrix.T).view(mean.shape))
-    vectors = product(key_mean.vectors(mean_streams).view(-1, codec.dim), matrix).view(mean.shape)
-    streams = _encode(codec.codec, x, {}, factors, (vectors, key_mean.tokens), threads, level, norms, errors)
-    return None if streams is None else streams | run_streams | mean_streams
 
 
 def create_call(

@@ -27,7 +27,7 @@ INLINE void page_mean(const Encode *call, const char *x, int64_t count, const fl
     }
 }
 
-/* Adds up squares over spans of tokens of a page, whose first span is `first`: without the page's mean, and of whole values. */
+/* Adds up squares over the spans of a page of tokens: without the page's mean, and of whole values. Sums of a shorter last span are scaled up. */
 INLINE void span_squares(const Encode *call, const char *x, int64_t count, const float *mean, double *out, int64_t dtype) {
     int64_t dim = call->codec->dim, spans = (call->tokens + SPAN - 1) / SPAN, whole = call->batch * call->heads * dim * spans;
     for (int64_t t = 0; t < count; t += SPAN, out++)
@@ -44,9 +44,9 @@ INLINE void span_squares(const Encode *call, const char *x, int64_t count, const
                     sums[h] += value * value;
                 }
             }
-            double all[2 * LANES];
+            double all[2 * LANES], scale = count - t < SPAN ? (double)SPAN / (double)(count - t) : 1;
             memcpy(all, sums, sizeof all);
-            ROLLED for (int64_t i = 0; i < 2 * LANES; i++) out[i / LANES * whole + (d + i % LANES) * spans] = all[i];
+            ROLLED for (int64_t i = 0; i < 2 * LANES; i++) out[i / LANES * whole + (d + i % LANES) * spans] = all[i] * scale;
         }
 }
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from typing import Any
 
 from kvpack.file.atomic import check_output_path
-from kvpack.formats.errors import InvalidParameter, WriteFailed
+from kvpack.formats.errors import InvalidParameter
 from kvpack.output import add_json, parse_seed, print_json
 
 from .chats import add_compact, add_device, load_chat_model
@@ -68,14 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
     prompt = read_prompt("-") if arguments.prompt == "-" else arguments.prompt
     name = model_name(arguments.file, arguments.model)
     model, tokenizer = load_chat_model(name, arguments)
-    changed = os.stat(arguments.file).st_mtime_ns
     chat = Chat.load(arguments.file, model, tokenizer, basis=arguments.basis)
     torch.manual_seed(arguments.seed)
     before = len(chat.cache.token_ids[0])
     reply = chat.send(prompt, **options, **({} if arguments.json else {"streamer": _create_streamer(tokenizer)}))
     path = arguments.file if arguments.update else arguments.output
-    if arguments.update and os.stat(path).st_mtime_ns != changed:
-        raise WriteFailed(f"{path}: not updated, because another process has changed the file meanwhile: run the command again")
     saved = None if path is None else chat.save(path, compact=arguments.compact)
     if arguments.json:
         counts = {"held_tokens": before, "reused_tokens": chat.reused, "prompt_tokens": chat.prompt_tokens}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvpack.formats.errors import WriteFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     Progress = Callable[[int, int], None]
 
@@ -150,6 +150,38 @@ def replace_file(
         except OSError as error:
             raise WriteFailed(f"{where}: written, but its folder could not be synced: {error.strerror or error}") from None
     return total
+
+
+def file_version(path: str | os.PathLike[str]) -> tuple[str, int, int] | None:
+    """Return the file that ``path`` refers to, with its inode number and time of change, or None if there is no file."""
+    try:
+        target = os.path.realpath(path)
+        status = os.stat(target)
+    except (OSError, ValueError):
+        return None
+    return target, status.st_ino, status.st_mtime_ns
+
+
+@contextlib.contextmanager
+def keep_version(path: str | os.PathLike[str], version: tuple[str, int, int] | None) -> Iterator[None]:
+    """Return a context manager for replacing the file of ``version``. Raises WriteFailed if another writer has replaced it, or is about to.
+
+    Other files may have any contents.
+    """
+    now = file_version(path)
+    if version is None or now is None or now[0] != version[0]:
+        yield
+        return
+    descriptor = os.open(now[0], os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if try_lock(descriptor) is False or file_version(path) != version:
+            raise WriteFailed(
+                f"{os.fsdecode(path)}: not saved, because another process or chat has changed the file meanwhile: load it and send the "
+                "message again, or save to another path"
+            )
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class UnfinishedFiles(NamedTuple):

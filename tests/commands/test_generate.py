@@ -82,7 +82,7 @@ def test_the_longer_cache_is_saved_on_request(
 
     monkeypatch.setattr(Chat, "send", send_while_another_updates)
     assert run("generate", other, "--prompt", QUESTION, "--max-tokens", 1, "--update") == 3
-    assert "not updated, because another process has changed the file meanwhile" in capsys.readouterr().err
+    assert "not saved, because another process or chat has changed the file meanwhile" in capsys.readouterr().err
     assert kvpack.load(other).tokens == 2048
 
 

@@ -15,7 +15,7 @@ import transformers
 
 import kvpack
 from kvpack.bench import real_model
-from kvpack.errors import InvalidParameter, InvalidType, KvpackWarning, LimitExceeded
+from kvpack.errors import InvalidParameter, InvalidType, KvpackWarning, LimitExceeded, WriteFailed
 from kvpack.integrations.transformers import Chat
 from kvpack.models import ByteTokenizer, load_model
 from support.chat_tokenizers import ALTERNATING, PLAIN, REASONING, tokenizer
@@ -72,6 +72,13 @@ def test_a_compact_file_packs_the_newest_keys_and_continues(model: Any, tmp_path
     assert loaded.cache.recipe == chat.cache.recipe
     loaded.send(MORE, **GREEDY)
     assert loaded.reused == chat.cache.tokens
+    for _ in range(2):
+        loaded.save(tmp_path / "chat.kvpack")
+    (tmp_path / "link").symlink_to("chat.kvpack")
+    with pytest.raises(WriteFailed, match=r"link: not saved, because another process or chat has changed the file.*send the message again"):
+        chat.save(tmp_path / "link")
+    assert Chat.load(tmp_path / "chat.kvpack", model, words).messages == loaded.messages
+    chat.save(tmp_path / "other.kvpack")
 
 
 def test_tokens_that_a_template_drops_are_recomputed(model: Any, tmp_path: Path) -> None:

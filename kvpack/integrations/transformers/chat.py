@@ -16,8 +16,10 @@ import torch
 from kvpack.cache.conversion import pack_tails
 from kvpack.cache.files import load, save
 from kvpack.coding.recipes import Recipe, parse_recipe, preset_name
+from kvpack.file.atomic import file_version, keep_version
 from kvpack.file.limits import MAX_STRING_BYTES
 from kvpack.file.metadata import CHAT, CHAT_MESSAGES, Value, to_bytes
+from kvpack.file.user_files import path_text
 from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, LimitExceeded
 from kvpack.identity import modules
@@ -106,6 +108,8 @@ class Chat:
             )
         self._cache: Cache | None = None
         self._is_loaded = False
+        self._version: tuple[str, int, int] | None = None
+        """The version of the file that was loaded or saved last."""
         self._reused = self._prompt_tokens = 0
 
     @classmethod
@@ -130,6 +134,7 @@ class Chat:
         computed again.
         """
         check_model_of_file(path, model)
+        version = file_version(path_text(path))
         cache = load(path, device=execution_device(model), recipe=recipe, basis=basis)
         model_properties, _ = inspect_model(model)
         if model_properties is not None:
@@ -141,7 +146,7 @@ class Chat:
                 "messages=, or continue its token ids with KvpackCache.load(path, model)"
             )
         chat = cls(model, tokenizer, messages=history, template=template, dense=dense)
-        chat._cache, chat._is_loaded = cache, True
+        chat._cache, chat._is_loaded, chat._version = cache, True, version
         return chat
 
     @property
@@ -199,8 +204,9 @@ class Chat:
 
         ``options`` are passed to ``kvpack.save``. A growing cache keeps the keys of up to 127 newest tokens raw, so a short chat takes more
         bits than its recipe's name implies. ``compact=True`` packs those keys in the file too, and compresses tensors with zstd. Texts that
-        are in the file's token ids are not stored again. Raises LimitExceeded if the remaining texts are too long, and the same errors as
-        ``kvpack.save``. ``messages=False`` omits all messages, which can then be passed to ``Chat.load`` as ``messages``.
+        are in the file's token ids are not stored again. ``messages=False`` omits all messages, which can then be passed to ``Chat.load``
+        as ``messages``. Raises LimitExceeded if the remaining texts are too long, WriteFailed if the file has changed since this chat
+        loaded or saved it, and the same errors as ``kvpack.save``.
         """
         with self._turn.hold():
             cache = self.cache
@@ -211,7 +217,10 @@ class Chat:
         if compact:
             cache = replace(cache, layers=pack_tails(cache.layers, cache.start))
             options.setdefault("compress", True)
-        return save(cache, path, metadata=metadata, **options)
+        with keep_version(path_text(path), self._version):
+            size = save(cache, path, metadata=metadata, **options)
+        self._version = file_version(path_text(path))
+        return size
 
     @contextmanager
     def _next_turn(self) -> Iterator[None]:

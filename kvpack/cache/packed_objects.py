@@ -18,28 +18,29 @@ class _NotATransformersCache(InvalidParameter, FrozenInstanceError):
 
 
 def explain_errors(cls: type[Class]) -> type[Class]:
-    """Decorate a frozen dataclass so that using it as a transformers cache raises an error that names the right class."""
+    """Decorate a class so that using its objects as transformers caches raises an error that names the right class."""
     set_attribute: Any = cls.__setattr__
+    message = (
+        "a LiveCache is not a transformers cache: pass the model kvpack.integrations.transformers.KvpackCache(model, recipe), or "
+        "KvpackCache.of(live.freeze(), model) to continue its tokens"
+        if hasattr(cls, "freeze")
+        else f"a packed {cls.__name__} is not a transformers cache: pass the model kvpack.integrations.transformers.KvpackCache.of(cache, "
+        "model), or KvpackCache.load(path, model)"
+    )
 
     def refuse_access(self: object, name: str) -> NoReturn:
         if name in _CACHE_ATTRIBUTES:
-            raise _NotATransformersCache(_MESSAGE.format(type(self).__name__))
+            raise _NotATransformersCache(message)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def refuse_change(self: object, name: str, value: object) -> None:
         if name in _CACHE_ATTRIBUTES:
-            raise _NotATransformersCache(_MESSAGE.format(type(self).__name__))
+            raise _NotATransformersCache(message)
         set_attribute(self, name, value)
 
     # A frozen dataclass must not define __setattr__ in its body.
     cls.__getattr__, cls.__setattr__ = refuse_access, refuse_change  # type: ignore[attr-defined, method-assign]
     return cls
-
-
-_MESSAGE = (
-    "a packed {} is not a transformers cache: pass the model kvpack.integrations.transformers.KvpackCache.of(cache, model), "
-    "or KvpackCache.load(path, model)"
-)
 
 
 class PackedObject:

@@ -14,6 +14,7 @@ import torch
 from kvpack.attention import warm_up
 from kvpack.cache.cache import Cache, check_packed
 from kvpack.cache.layer import Layer
+from kvpack.cache.packed_objects import explain_errors
 from kvpack.cache.side import check_rows, row_indices
 from kvpack.coding.recipes import SIDES, Recipe, parse_recipe
 from kvpack.file.limits import MAX_LAYERS
@@ -33,6 +34,7 @@ Longer updates are encoded right after their ``attend``.
 """
 
 
+@explain_errors
 class LiveCache:
     """A mutable cache for decoding, which packs keys and values while a model generates.
 

@@ -301,12 +301,28 @@ def test_embeddings_continue_after_the_cache(model: Any) -> None:
         assert found.tolist() == expected
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_an_adapter_that_is_a_cache_is_refused(model: Any) -> None:
-    """PEFT would replace the given cache by the adapter's."""
-    settings = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    adapted = peft.get_peft_model(model, settings).eval()
-    with pytest.raises(
-        InvalidParameter, match="the active adapter of PeftModelForCausalLM is of type PREFIX_TUNING, which replaces the cache"
-    ):
-        KvpackCache(adapted, "raw")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:Position ids are not supported")
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (peft.PrefixTuningConfig, "of type PREFIX_TUNING, which replaces the cache that it receives"),
+        (peft.PromptTuningConfig, "of type PROMPT_TUNING, with which PEFT computes only the last token"),
+    ],
+)
+def test_adapters_with_virtual_tokens_do_not_continue_a_cache(settings: Any, reason: str, model: Any) -> None:
+    """PEFT would replace the cache, or drop new tokens. It leaves its own methods in the model, whose ids are still checked."""
+    base, text = model, ids(1, 40)
+    adapted = peft.get_peft_model(base, settings(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    adapted.generate(input_ids=text[:, :5], max_new_tokens=2, **OPTIONS)
+    replaced = vars(base)["prepare_inputs_for_generation"]
+    with KvpackCache(base, "raw") as cache:
+        base(text[:, :20], past_key_values=cache)
+        with pytest.raises(InvalidParameter, match=f"the active adapter of PeftModelForCausalLM is {reason}"):
+            adapted.generate(input_ids=text[:, :25], past_key_values=cache, max_new_tokens=4, **OPTIONS)
+        with pytest.raises(InvalidParameter, match="token 0 of row 0 has id"):
+            base.generate(text[:, 1:30], past_key_values=cache, max_new_tokens=4, **OPTIONS)
+        assert cache.get_seq_length() == 20
+    assert vars(base)["prepare_inputs_for_generation"] == replaced
+    if settings is peft.PrefixTuningConfig:
+        with pytest.raises(InvalidParameter, match=reason):
+            KvpackCache(adapted, "raw")

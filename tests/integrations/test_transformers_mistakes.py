@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,10 @@ def test_a_model_that_is_not_loaded_is_refused_with_advice(model: Any, file: Pat
 def test_a_packed_cache_instead_of_a_models_own_is_refused_with_advice(model: Any, file: Path) -> None:
     packed = kvpack.load(file)
     ids = torch.cat([IDS, NEW], 1)
-    for call in (lambda: model.generate(ids, past_key_values=packed, **OPTIONS), lambda: model(ids, past_key_values=packed)):
-        with pytest.raises(InvalidParameter, match=r"a packed Cache is not a transformers cache: .*KvpackCache\.of\(cache, model\)"):
-            call()
+    for given, advice in ((packed, r"KvpackCache\.of\(cache, model\)"), (kvpack.LiveCache.of(packed), r"of\(live\.freeze\(\), model\)")):
+        for call in (partial(model.generate, **OPTIONS), model):
+            with pytest.raises(InvalidParameter, match=rf"a (packed |Live)Cache is not a transformers cache: .*{advice}"):
+                call(ids, past_key_values=given)
     with KvpackCache.of(packed, model) as cache:
         assert model.generate(ids, past_key_values=cache, **OPTIONS).tolist() == model.generate(ids, **OPTIONS).tolist()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from kvpack.cache_names import NAMES, cache_in
 from kvpack.formats.errors import InvalidParameter
 
 from .model_changes import ModelChange
+from .model_state import check_accepts_cache
 from .plain_attention import remember_copies
 
 
@@ -25,16 +27,20 @@ class GenerateWatch(ModelChange):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self._is_wrapped = "prepare_inputs_for_generation" not in vars(model) and hasattr(type(model), "prepare_inputs_for_generation")
-        for method in _WATCHED if self._is_wrapped else ():
-            if hasattr(type(model), method.name):
-                setattr(model, method.name, method(model))
+        self._wrappers = [method(model) for method in _WATCHED if hasattr(type(model), method.name)]
+        # Copied models have wrappers already.
+        self._wrappers = [wrapper for wrapper in self._wrappers if not isinstance(wrapper.replaced, _WatchedMethod)]
+        for wrapper in self._wrappers:
+            setattr(model, wrapper.name, wrapper)
 
     def undo(self) -> None:
-        """Remove the wrappers."""
+        """Remove the wrappers, unless the user has replaced them."""
         model = self.module()
-        for method in _WATCHED if self._is_wrapped and model is not None else ():
-            vars(model).pop(method.name, None)
+        for wrapper in self._wrappers:
+            if model is not None and vars(model).get(wrapper.name) is wrapper:
+                delattr(model, wrapper.name)
+                if wrapper.replaced is not None:
+                    setattr(model, wrapper.name, wrapper.replaced)
 
 
 def pass_trackers(past: Any) -> list[Any]:
@@ -74,15 +80,19 @@ class _WatchedMethod:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._owner = weakref.ref(model)
+        self.replaced = vars(model).get(self.name)
+        """The method of this instance that the wrapper calls, such as PEFT's, or None for the method of the model's class."""
         # generate inspects the signature.
-        self.__signature__ = inspect.signature(getattr(type(model), self.name).__get__(model))
+        self.__signature__ = inspect.signature(getattr(model, self.name))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = memo.get(id(self._owner()))
         if copied is None:
             return self
         remember_copies(memo)
-        return type(self)(copied)
+        wrapper = type(self)(copied)
+        wrapper.replaced = copy.deepcopy(self.replaced, memo)
+        return wrapper
 
     def __reduce__(self) -> NoReturn:
         refuse_pickled_model()
@@ -92,6 +102,10 @@ class _WatchedMethod:
         assert alive is not None
         return alive
 
+    def _call_wrapped(self, *args: Any, **kwargs: Any) -> Any:
+        alive = self._live_model()
+        return getattr(type(alive), self.name)(alive, *args, **kwargs) if self.replaced is None else self.replaced(*args, **kwargs)
+
 
 class _WatchedGenerate(_WatchedMethod):
     """A wrapper of ``generate`` that lets only one thread at a time generate into a cache."""
@@ -99,11 +113,17 @@ class _WatchedGenerate(_WatchedMethod):
     name = "generate"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        alive = self._live_model()
+        alive, trackers = self._live_model(), pass_trackers(cache_in(kwargs))
+        if trackers:
+            # While PEFT's wrapper generates, the model calls the wrapper's prepare_inputs_for_generation.
+            wrapper = getattr(alive.prepare_inputs_for_generation, "__self__", None)
+            check_accepts_cache(wrapper, continues=any(passes.record.tokens for passes in trackers))
         with ExitStack() as calls:
-            for passes in pass_trackers(cache_in(kwargs)):
+            for passes in trackers:
                 calls.enter_context(passes.generating())
-            return type(alive).generate(alive, *args, **kwargs)
+                # PEFT puts its own methods in place of the wrappers, and leaves them there.
+                calls.callback(GenerateWatch(alive).undo)
+            return self._call_wrapped(*args, **kwargs)
 
 
 class _WatchedPrepareInputs(_WatchedMethod):
@@ -122,7 +142,7 @@ class _WatchedPrepareInputs(_WatchedMethod):
         if kwargs.get("is_first_iteration", False):
             for cache in _kvpack_caches(past):
                 cache.expand(input_ids.shape[0])
-        prepared = type(alive).prepare_inputs_for_generation(alive, input_ids, *args, **kwargs)
+        prepared = self._call_wrapped(input_ids, *args, **kwargs)
         caches = _kvpack_caches(past)
         if caches and isinstance(prepared, dict) and cache_in(prepared) is None:
             for cache in caches:
@@ -137,14 +157,13 @@ class _WatchedPrefill(_WatchedMethod):
     name = "_prefill"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        alive = self._live_model()
         bound = self.__signature__.bind(*args, **kwargs).arguments
         ids, config, arguments = bound["input_ids"], bound["generation_config"], bound["model_kwargs"]
         with ExitStack() as chunks:
             if config.prefill_chunk_size is not None:
                 for passes in _token_pass_trackers(cache_in(arguments)):
                     chunks.enter_context(passes.check_chunks(ids, arguments, getattr(config, "_mask_length", -1)))
-            return type(alive)._prefill(alive, *args, **kwargs)
+            return self._call_wrapped(*args, **kwargs)
 
 
 class _WhisperSegments(_WatchedMethod):
@@ -156,7 +175,6 @@ class _WhisperSegments(_WatchedMethod):
     name = "generate_with_fallback"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        alive = self._live_model()
         bound = self.__signature__.bind(*args, **kwargs).arguments
         past = cache_in(bound["kwargs"])
         if _token_pass_trackers(past):
@@ -167,7 +185,7 @@ class _WhisperSegments(_WatchedMethod):
                 )
             if bool(bound["seek"].any()):
                 past.reset()
-        return type(alive).generate_with_fallback(alive, *args, **kwargs)
+        return self._call_wrapped(*args, **kwargs)
 
 
 class _WatchedPreparePositions(_WatchedMethod):
@@ -178,10 +196,9 @@ class _WatchedPreparePositions(_WatchedMethod):
     name = "_prepare_position_ids_for_generation"
 
     def __call__(self, inputs_tensor: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
-        alive = self._live_model()
         for passes in _token_pass_trackers(cache_in(model_kwargs)):
             passes.prepare_positions({"inputs": inputs_tensor, **model_kwargs})
-        return type(alive)._prepare_position_ids_for_generation(alive, inputs_tensor, model_kwargs)
+        return self._call_wrapped(inputs_tensor, model_kwargs)
 
 
 class _WatchedPrepareCache(_WatchedMethod):
@@ -193,14 +210,13 @@ class _WatchedPrepareCache(_WatchedMethod):
     name = "_prepare_cache_for_generation"
 
     def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        alive, past = self._live_model(), cache_in(model_kwargs)
-        prepare = type(alive)._prepare_cache_for_generation
+        past = cache_in(model_kwargs)
         if not isinstance(past, EncoderDecoderCache) or not hasattr(past.cross_attention_cache, "passes"):
-            return prepare(alive, generation_config, model_kwargs, *args, **kwargs)
+            return self._call_wrapped(generation_config, model_kwargs, *args, **kwargs)
         # Mark the cache as updated, so that transformers does not replace it.
         updated, past.is_updated = past.is_updated, {0: True}
         try:
-            return prepare(alive, generation_config, model_kwargs, *args, **kwargs)
+            return self._call_wrapped(generation_config, model_kwargs, *args, **kwargs)
         finally:
             past.is_updated = updated
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from kvpack.formats.errors import InvalidParameter
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
+
+_ADAPTERS_WITH_OWN_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}
+"""Kinds of PEFT adapters that provide a cache of their own."""
 
 MAX_CHECKED_PARAMETERS = 4
 """Number of parameters that each decode step checks. A few are enough, because training and ``to`` change all of them."""
@@ -25,6 +30,22 @@ def active_adapters(model: torch.nn.Module) -> tuple[Any, ...]:
 def selects_adapters_per_row(adapters: tuple[Any, ...]) -> bool:
     """Return True if a call selects adapters per sequence with ``adapter_names``, for which PEFT adds hooks to adapter layers."""
     return any(hooks for *_, hooks in adapters)
+
+
+def check_accepts_cache(model: Any, *, continues: bool = False) -> None:
+    """Raise InvalidParameter if PEFT's wrapper ``model`` would replace a cache, or drop tokens of a prompt that ``continues`` one."""
+    settings = getattr(model, "active_peft_config", None)
+    kind = str(getattr(getattr(settings, "peft_type", None), "value", ""))
+    if kind in _ADAPTERS_WITH_OWN_CACHE:
+        raise InvalidParameter(
+            f"the active adapter of {type(model).__name__} is of type {kind}, which replaces the cache that it receives with its "
+            "own: run the model without a KvpackCache"
+        )
+    if continues and getattr(settings, "is_prompt_learning", False):
+        raise InvalidParameter(
+            f"the active adapter of {type(model).__name__} is of type {kind}, with which PEFT computes only the last token of a prompt "
+            "that continues a cache: generate into an empty KvpackCache"
+        )
 
 
 def checkpointing_modules(model: torch.nn.Module) -> list[weakref.ref[Any]]:

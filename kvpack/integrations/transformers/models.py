@@ -35,7 +35,7 @@ from kvpack.identity.identity import Identity
 from kvpack.identity.modules import ModelPart, cache_layers, list_model_parts
 
 from .hooks import models_in, outermost_model
-from .model_state import ModelState, iterate_modules
+from .model_state import ModelState, check_accepts_cache, iterate_modules
 from .plain_attention import NAMES
 from .reads import omits_window, reads_kv
 
@@ -53,8 +53,6 @@ _STATE_LAYERS = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, Lin
 
 SAME_MODEL_ADVICE = "if both compute the same, use KvpackCache.of(dataclasses.replace(cache, model={}), model)"
 """Advice for a cache of a model that may only appear to be different."""
-_ADAPTERS_WITH_OWN_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}
-"""Kinds of PEFT adapters that provide a cache of their own."""
 
 
 class ExpectedLayers:
@@ -155,7 +153,7 @@ class Model(ExpectedLayers):
             inner_models = models_in(model) if hasattr(model, "modules") else []
         if not inner_models:
             raise InvalidType(f"model is a {type(model).__name__}, expected a transformers model or a wrapper of one")
-        _check_accepts_cache(model)
+        check_accepts_cache(model)
         outer = inner_models[0]
         decoder = outer.get_decoder()
         decoder = decoder if isinstance(decoder, PreTrainedModel) else outer
@@ -200,17 +198,6 @@ class Model(ExpectedLayers):
             raise InvalidParameter(
                 f"the cache has {len(cache)} layers, but {self.name} has {len(expected)}: load the model that computed the cache"
             )
-
-
-def _check_accepts_cache(model: Any) -> None:
-    """Raise InvalidParameter if ``model`` is a wrapper that passes its own cache to the wrapped model."""
-    settings = getattr(model, "active_peft_config", None)
-    kind = str(getattr(getattr(settings, "peft_type", None), "value", ""))
-    if kind in _ADAPTERS_WITH_OWN_CACHE:
-        raise InvalidParameter(
-            f"the active adapter of {type(model).__name__} is of type {kind}, which replaces the cache that it receives with its "
-            "own: run the model without a KvpackCache"
-        )
 
 
 class NamedModel:

@@ -42,7 +42,7 @@ class CodecFamily(PlainCodec):
 
     Every subclass is a frozen dataclass whose first field is ``dim``. Its fields are the parameters that the header stores, so equality,
     repr and the header round trip need no code. Annotate each field with a plain type, such as ``int``, or with ``Fields``. Declare its
-    values in its metadata, ``in_range(low, high)`` or ``one_of(known)``; recipes and headers share that declaration. A field with
+    values in its metadata, ``in_range(low, high)`` or ``one_of(choices)``; recipes and headers share that declaration. A field with
     ``ENCODER_ONLY`` and a default affects only the encoder and is never stored. A field with ``OPTIONAL`` is stored only if it differs from
     its default, so that files written before the field existed keep their bytes.
 

@@ -153,7 +153,7 @@ class Klt(CodecFamily):
         return sum(count for part in self.runs for count in part.byte_counts)
 
     @property
-    def code_bits(self) -> list[int]:
+    def code_bit_masks(self) -> list[int]:
         """Mask of the bits that belong to columns, for each byte of a row of all heads. Empty if all heads share the widths."""
         result = [0xFF] * self.row_bytes
         for part in self.runs:
@@ -327,10 +327,10 @@ class Klt(CodecFamily):
         return values.transpose(2, 3).flatten(3)[..., : self.dim]
 
     def payload_rules(self) -> tuple[PayloadRule, ...]:
-        return (self._check_code_bits,) if any(bits != 0xFF for bits in self.code_bits) else ()
+        return (self._check_code_bits,) if any(bits != 0xFF for bits in self.code_bit_masks) else ()
 
     def _check_code_bits(self, arrays: Mapping[str, Array], where: str) -> None:
-        spare = ~numpy.array(self.code_bits, numpy.uint8)
+        spare = ~numpy.array(self.code_bit_masks, numpy.uint8)
         for first, (block,) in row_blocks(arrays[CODES]):
             wrong = block & spare
             if wrong.any():

@@ -126,21 +126,21 @@ class Minifloat(CodecFamily):
 
     @property
     def nominal_bits(self) -> float:
-        return self.format.bits + (8 / self.block if self.granularity == "block" else 0)
+        return self.format.bits + (8 / self.block_size if self.granularity == "block" else 0)
 
     @property
     def format(self) -> ElementFormat:
         return ELEMENTS[self.element]
 
     @property
-    def block(self) -> int:
+    def block_size(self) -> int:
         """Number of channels that share an 8-bit scale."""
         return BLOCK_CHANNELS[self.scale_dtype]
 
     @property
-    def blocks(self) -> int:
+    def blocks_per_token(self) -> int:
         """Number of blocks per token. The last block may be partial."""
-        return -(-self.dim // self.block)
+        return -(-self.dim // self.block_size)
 
     @property
     def run_scale(self) -> str | None:
@@ -154,7 +154,7 @@ class Minifloat(CodecFamily):
 
     def scale_layouts(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         if self.granularity == "block":
-            result = {"block_scales": Layout("U8", (batch, heads, tokens, self.blocks))}
+            result = {"block_scales": Layout("U8", (batch, heads, tokens, self.blocks_per_token))}
             return result | ({"global_scale": Layout("F32", (batch, 1, 1), per="run")} if self.run_scale else {})
         dtype = NORMS[self.scale_dtype]
         if self.granularity == "token":
@@ -208,9 +208,9 @@ class Minifloat(CodecFamily):
 
     def _split_into_blocks(self, values: torch.Tensor) -> torch.Tensor:
         """Reshape ``[..., dim]`` to ``[..., block, channel of the block]``. A partial last block is padded with zeros."""
-        spare = self.blocks * self.block - self.dim
+        spare = self.blocks_per_token * self.block_size - self.dim
         whole = functional.pad(values, (0, spare)) if spare else values
-        return whole.reshape(*values.shape[:-1], self.blocks, self.block)
+        return whole.reshape(*values.shape[:-1], self.blocks_per_token, self.block_size)
 
     def _join_blocks(self, grouped: torch.Tensor) -> torch.Tensor:
         """Invert ``_split_into_blocks``."""

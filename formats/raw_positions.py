@@ -64,7 +64,7 @@ _MAX_FIRST = 1 << 16
 class RawPositions(RawTokenSidecar):
     """Sidecar that stores raw tokens as ``dtype``: the ``first`` tokens of a sequence, and tokens whose norm is far from the median.
 
-    The median is that of the token's page. A norm is far from it if it is below ``low_norm`` or above ``high_norm`` times the median; a
+    The median is taken over the token's page. A norm is far from it if it is below ``low_norm`` or above ``high_norm`` times the median; a
     limit of 0 is disabled. With ``low_norm``, tokens whose values are near zero are raw too (``selection_norms``). With ``high_norm``,
     tokens are also raw if their norm in one head is above ``high_norm`` times that head's median, or if they do not fit the scales that
     heads or tokens share (``token_norms.measure_fit_errors``). These two rules apply only to pages with few such tokens.

@@ -80,7 +80,7 @@ class CodecWithSidecars(Codec):
         return tuple(sidecar for sidecar in self.sidecars if isinstance(sidecar, ValueMap))
 
     @cached_property
-    def maps_by_run(self) -> bool:
+    def has_maps_per_run(self) -> bool:
         """True if runs may have different value maps."""
         return any(value_map.layout(1, 1, 0) for value_map in self.value_maps)
 

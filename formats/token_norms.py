@@ -211,13 +211,13 @@ def shared_scale_factors(norms: torch.Tensor) -> torch.Tensor:
 
 
 def relative_norms(norms: torch.Tensor) -> torch.Tensor:
-    """Divide norms by the typical norm of their head. Where the typical norm is 0, the result is infinity."""
+    """Divide norms by the typical norm of their head. If the typical norm is 0, the result is infinity."""
     medians = median_norms(norms)
     return torch.where(medians > 0, norms / medians, torch.inf)
 
 
 def drop_crowded_pages(chosen: torch.Tensor, max_per_page: int = MAX_PER_PAGE) -> torch.Tensor:
-    """Clear ``chosen``, bool ``[batch, token]``, in pages with more than ``max_per_page`` chosen tokens."""
+    """Set ``chosen``, bool ``[batch, token]``, to False in pages with more than ``max_per_page`` chosen tokens."""
     batch, tokens = chosen.shape
     counts = functional.pad(chosen, (0, -tokens % PAGE_TOKENS)).reshape(batch, -1, PAGE_TOKENS).sum(2)
     return chosen & (counts <= max_per_page).repeat_interleave(PAGE_TOKENS, 1)[:, :tokens]

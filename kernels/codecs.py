@@ -160,7 +160,7 @@ CODECS: dict[type[Codec], CodecKernels] = {
         klt_tiles.tiles,
         encode=encode_klt.encode,
         # The kernel checks unused bits only in whole bytes.
-        has_rules=lambda codec: all(bits == 0xFF for bits in codec.code_bits),
+        has_rules=lambda codec: all(bits == 0xFF for bits in codec.code_bit_masks),
     ),
     Transform: CodecKernels(decode_into=decode_transform.decode_into, check_chunks=decode_transform.check_chunks),
     Trellis: CodecKernels(trellis_tiles.tiles, encode=encode_trellis.encode, has_rules=supports_all),

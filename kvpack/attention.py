@@ -59,21 +59,21 @@ def attend(
 ) -> torch.Tensor:
     """Compute ``softmax(scale * q k^T) v`` over a packed layer, without unpacking it.
 
-    The queries are the last ``q_len`` tokens of the layer. The output is zero for a query that sees no token. The host does not read
-    ``lengths`` and ``starts`` from tensors on a device, so they may change between replays of a CUDA graph; they are clamped to the valid
+    The queries are the last ``q_len`` tokens of the layer. The output is zero for a query that attends to no token. ``lengths`` and
+    ``starts`` on a device are never copied to the host, so they may change between replays of a CUDA graph; they are clamped to the valid
     range.
 
     Args:
         q: Queries ``[batch, q_head, q_len, dim_k]``; q_head is a multiple of kv_head (grouped-query attention).
         layer: A packed layer.
         scale: Factor applied to the scores. Defaults to ``1 / sqrt(dim_k)``.
-        causal: If True, query i sees only tokens 0 to ``tokens - q_len + i`` (inclusive).
+        causal: If True, query i attends only to tokens 0 to ``tokens - q_len + i`` (inclusive).
         softcap: If given, each score s is replaced by ``softcap * tanh(s / softcap)``.
-        sliding_window: Number of tokens that each query sees, including its own. Required if the layer has skipped tokens.
+        sliding_window: Number of tokens that each query attends to, including its own. Required if the layer has skipped tokens.
         sink_logits: Floating-point logits of attention sinks ``[q_head]``, which get softmax weight but have no value. ``softcap`` does not
             apply to them.
         lengths: Number of tokens in each sequence, if sequences are shorter than the layer. The queries belong to the last of these tokens.
-        starts: First token of each sequence that queries see, for left-padded batches. Tokens before it are not read.
+        starts: First token of each sequence that queries attend to, for left-padded batches. Tokens before it are not read.
 
     Returns:
         Attention outputs ``[batch, q_head, q_len, dim_v]`` in the dtype of ``q``. For few queries, Triton kernels compute on packed bytes
@@ -145,7 +145,7 @@ def _prepared_call(q: torch.Tensor, layer: Layer, request: Any) -> Callable[[tor
 
 
 def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]], device: torch.device) -> None:
-    """Prepare calls with many queries on ``device``, for all layers of a model at once.
+    """Prepare attention calls with many queries on ``device``, for all layers of a model at once.
 
     ``layers`` contains each layer's runs of keys and of values.
     """
@@ -287,7 +287,7 @@ def _check_window(queries: int, layer: Layer, sliding_window: int | None, length
             if sliding_window is None
             else f"{sliding_window} tokens: pass a smaller sliding_window="
         )
-        raise InvalidParameter(f"{contents}, but the query at token {first} sees {seen}")
+        raise InvalidParameter(f"{contents}, but the query at token {first} attends to {seen}")
 
 
 def _check_sink_logits(sink_logits: torch.Tensor | None, q: torch.Tensor) -> None:
@@ -304,8 +304,8 @@ def checked_tokens(
 ) -> torch.Tensor | None:
     """Check ``lengths`` or ``starts``, and return it as a tensor. None is returned unchanged.
 
-    The numbers count tokens of the cache, but the returned ones do not count the ``skipped`` tokens. They must be from 0 to ``tokens``;
-    numbers on a device are clamped to this range instead.
+    The arguments count the ``skipped`` tokens, and the returned numbers do not. They must be from 0 to ``tokens``; numbers on a device are
+    clamped to this range instead.
     """
     if tokens_by_sequence is None:
         return None

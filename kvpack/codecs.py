@@ -20,7 +20,7 @@ _VALUE = re.compile(r"[^\s:;,=]+")
 class CodecChoice:
     """A codec with its options. ``str`` returns it as written in a recipe.
 
-    An option is text, a number, or several integers. Raises InvalidParameter for values that a recipe cannot contain.
+    An option is a string, a number, or several integers. Raises InvalidParameter for values that a recipe cannot contain.
     """
 
     id: ClassVar[str]

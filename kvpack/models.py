@@ -30,7 +30,7 @@ def load_model(path: str | os.PathLike[str] | None = None, attention: str = "sdp
     Raises MissingFile, MissingPackage if transformers is not installed, and InvalidParameter if the model has an encoder or if transformers
     cannot load it as a causal model.
     """
-    library, reasons = transformers_library(), []
+    library, reasons = import_transformers(), []
     if attention == "kvpack":
         # Importing this registers the attention with transformers.
         import kvpack.integrations.transformers  # noqa: F401
@@ -88,7 +88,7 @@ def load_tokenizer(folder: Path) -> Any | None:
     """Return the tokenizer in a model's folder, or None if there is none."""
     if not any((folder / file).exists() for file in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         return None
-    return transformers_library().AutoTokenizer.from_pretrained(folder)
+    return import_transformers().AutoTokenizer.from_pretrained(folder)
 
 
 class LayerShape(NamedTuple):
@@ -106,7 +106,7 @@ def cache_shapes(path: str | os.PathLike[str]) -> list[LayerShape | None]:
     ``path`` is a folder or a name on the hub. Only the configuration is read: a model without weights computes one token on the meta
     device. Raises MissingFile, MissingPackage, and InvalidParameter if transformers cannot create a decoder from the configuration.
     """
-    library = transformers_library()
+    library = import_transformers()
     folder = hub.model_folder(path, weights=False)
     try:
         config = library.AutoConfig.from_pretrained(folder)
@@ -134,7 +134,7 @@ def demo_text() -> bytes:
     return (files("kvpack.demo") / "demo.txt").read_bytes()
 
 
-def transformers_library() -> Any:
+def import_transformers() -> Any:
     """Return the transformers module, with progress bars disabled. Raises MissingPackage if it is missing or too old."""
     transformers = installed_transformers()
     transformers.utils.logging.disable_progress_bar()

@@ -67,10 +67,10 @@ def attend(
 
     ``k`` and ``v`` begin at token ``first_token`` of a layer with ``tokens`` tokens. The first query is ``remaining_queries - 1`` positions
     before the layer's last token. ``lengths`` and ``starts``, int32 ``[batch]`` on the device, are each sequence's length and the first
-    token that its queries see. Channels must be contiguous.
+    token that its queries attend to. Channels must be contiguous.
 
     Returns the output, float32 ``[batch, q_head, query, dim]``, and the natural log-sum-exp of the scores ``[batch, q_head, query]``. A
-    query that sees no token gets zeros and minus infinity. Unless ``outputs`` is None, both are written to that pair of tensors.
+    query that attends to no token gets zeros and minus infinity. Unless ``outputs`` is None, both are written to that pair of tensors.
     """
     if outputs is None:
         sums = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32, device=q.device)

@@ -108,8 +108,8 @@ def create_call(q: torch.Tensor, layer: Layer, options: AttendOptions, kind: Has
 class _TokenBlock(NamedTuple):
     """Tokens ``[start, stop)`` of a layer, which are decoded together and attended to by one pass of queries.
 
-    PyTorch's attention libraries process the first ``seen`` tokens, which every query sees, in ``splits`` equal ranges. They also process
-    the tokens from position ``own`` of the layer on, with a causal mask: these are the queries' own tokens. The kernel in ``flash``
+    PyTorch's attention libraries process the first ``seen`` tokens, to which every query attends, in ``splits`` equal ranges. They also
+    process the tokens from position ``own`` of the layer on, with a causal mask: these are the queries' own tokens. The kernel in ``flash``
     processes the tokens in between.
     """
 
@@ -123,7 +123,7 @@ class _TokenBlock(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """``queries`` consecutive queries, beginning with query ``first`` of the call, and the blocks of tokens that they see.
+    """``queries`` consecutive queries, beginning with query ``first`` of the call, and the blocks of tokens that they attend to.
 
     ``position`` is the token position of the first of these queries.
     """
@@ -237,7 +237,7 @@ class ManyQueriesCall:
         return _Pass(first, count, position, parts)
 
     def _token_blocks(self, position: int, queries: int) -> Iterator[tuple[int, int]]:
-        """Yield the blocks ``[start, stop)`` of tokens that at least one of ``queries`` queries sees.
+        """Yield the blocks ``[start, stop)`` of tokens that at least one of ``queries`` queries attends to.
 
         The first query is at token ``position``. For causal attention, a block also starts at ``position`` if there are several sequences,
         or too many tokens for one block.
@@ -335,7 +335,7 @@ class ManyQueriesCall:
     def _add_visible_tokens(
         self, sums: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, part: _TokenBlock, memory: torch.Tensor, empty: bool
     ) -> None:
-        """Add attention over the first ``part.seen`` tokens of a block, which every query sees, to ``sums`` and ``lse``.
+        """Add attention over the first ``part.seen`` tokens of a block, to which every query attends, to ``sums`` and ``lse``.
 
         All query heads of a KV head are processed as one head with more rows, and the tokens are split into ``part.splits`` ranges. With
         ``empty``, ``sums`` and ``lse`` are overwritten.

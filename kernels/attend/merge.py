@@ -59,9 +59,9 @@ def merge(
 
     Each partial result is scaled by its largest score, and the sum is divided by the total weight. Column blocks before ``second_block``
     sum parts ``[first_part, second_part)``; later blocks sum parts ``[second_part, last_part)``. ``channels``, int32, is the channel of
-    each column, or ``DIM`` for columns without a channel; it is padded to whole blocks. ``sink_logits``, float32 ``[kv_head, query head of
-    the KV head]``, are base-2 logarithms of weights without values; they are read only with ``SINK_LOGITS``. A row that sees no token gets
-    zeros.
+    each column, or ``DIM`` for columns without a channel; it is padded to whole blocks. ``sink_logits``, float32
+    ``[kv_head, query head of the KV head]``, are base-2 logarithms of weights without values; they are read only with ``SINK_LOGITS``. A
+    row that attends to no token gets zeros.
     """
     program = tl.program_id(0)
     row = (program // rows * padded + program % rows).to(tl.int64) * parts

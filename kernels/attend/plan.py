@@ -51,7 +51,10 @@ MIN_MEAN_PAGES, MAX_MEAN_PAGES = 32, 64
 
 
 class LaunchKey(NamedTuple):
-    """Segments with the same key form one launch. The key is both frames, and whether each side is decoded before the launch."""
+    """Key of a launch: the frames of both sides, and True for each side that is decoded before the launch.
+
+    Segments with the same key form one launch.
+    """
 
     k: Frame
     v: Frame
@@ -110,7 +113,7 @@ def _choose_loaders(k: Codec, v: Codec, dual: int) -> tuple[Tiles, Tiles]:
 def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: int) -> list[Launch]:
     """Return the launches that attend to tokens ``[begin, end)``. They are cached with ``layer``.
 
-    Every query sees all tokens in the range ``whole``. ``dual`` is as in ``frame_columns.loader``.
+    Every query attends to all tokens in the range ``whole``. ``dual`` is as in ``frame_columns.loader``.
     """
     cached = _plans.setdefault(layer, {})
     key = (begin, end, whole, row_blocks, dual, addresses.uses_inline_ptx(k.device))
@@ -250,8 +253,8 @@ def build_work(
 ) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
     """Return the work table, int64 ``[item, column]``, with one item for each of ``programs`` programs per sequence (``work.load_work``).
 
-    A program processes its tokens in steps of ``tile`` tokens. Every query sees all tokens in the range ``whole``. Tensors whose addresses
-    are in the table are appended to ``keep_alive``.
+    A program processes its tokens in steps of ``tile`` tokens. Every query attends to all tokens in the range ``whole``. Tensors whose
+    addresses are in the table are appended to ``keep_alive``.
     """
     cuts = [any(_may_end_inside_word(side, tiles) for side, tiles in ((segment.k, k_tiles), (segment.v, v_tiles))) for segment in segments]
     # A masked last tile costs more than others.

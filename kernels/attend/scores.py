@@ -27,7 +27,7 @@ class DecodeConstants(NamedTuple):
 
 
 class VisibleTokens(NamedTuple):
-    """Bounds of the tokens that a query sees: before ``end``, at most ``ahead`` positions after the query, and within its ``window``.
+    """Bounds of the tokens that a query attends to: before ``end``, at most ``ahead`` positions after the query, and within its ``window``.
 
     ``first`` is the first visible token, or None if only the window limits earlier tokens.
     """

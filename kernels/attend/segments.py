@@ -158,7 +158,7 @@ def _page_segments(page: PackedRun, first: int, dtype: torch.dtype, first_page: 
     codec = page.codec
     if not isinstance(codec, CodecWithSidecars):
         return [_page_segment(codec, first, page, page.streams, None)]
-    frame = (page if codec.maps_by_run else first_page) if codec.value_maps else None
+    frame = (page if codec.has_maps_per_run else first_page) if codec.value_maps else None
     if not codec.raw_token_sidecars:
         return [_segment_with_sidecars(page, first, 0, page.tokens, frame)]
     raw_tokens = {token for tokens in codec.raw_token_sidecars for token in tokens.token_positions(page.streams)[0].tolist()}

@@ -136,9 +136,9 @@ def load_column_fields(iota: tl.tensor, PACKINGS: tl.constexpr) -> tl.tuple:
     """Load the per-column constants that ``expand_planes`` and ``select_by_field`` need: two tensors per code stream.
 
     The first tensor contains the bit where a column's byte begins in a plane of bytes. The second contains the index of the field that the
-    column shows in a tile wider than a row. ``PACKINGS`` contains two integers per stream: the number of columns with words, and the number
-    of tile columns. The constants are loaded from ``iota`` (int16 0, 1, 2, ...), because loaded values already have the layout of matrix
-    operands.
+    column selects in a tile wider than a row. ``PACKINGS`` contains two integers per stream: the number of columns with words, and the
+    number of tile columns. The constants are loaded from ``iota`` (int16 0, 1, 2, ...), because loaded values already have the layout of
+    matrix operands.
     """
     column_fields = ()
     for index in tl.static_range(len(PACKINGS) // 2):

@@ -21,8 +21,8 @@ E2M1_EXPONENT = tl.constexpr(14)
 def _elements_ptx(element: str, position: int, converts: bool) -> str:
     """Return PTX that converts the elements at bit ``position`` of two words to an f16x2.
 
-    For e2m1, results are too small by a factor of 2^E2M1_EXPONENT, and zeros may have either sign. ``converts`` is True if the device can
-    convert two e4m3 values with one instruction. Fields of a word share some steps, which the assembler merges.
+    For e2m1, the caller must multiply the results by 2^E2M1_EXPONENT, and zeros may have either sign. ``converts`` is True if the device
+    can convert two e4m3 values with one instruction. Fields of a word share some steps, which the assembler merges.
     """
     byte = "and.b32 $0, {0}, 0xFF00FF00;" if position >= 8 else "prmt.b32 $0, {0}, 0, 0x2404;"
     if element == "e5m2":
@@ -48,7 +48,7 @@ def _elements_ptx(element: str, position: int, converts: bool) -> str:
 def elements_as_f16(word: tl.tensor, POSITION: tl.constexpr, ELEMENT: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Convert the element at bit ``POSITION`` of each word to float16.
 
-    For e2m1, results are too small by a factor of 2^E2M1_EXPONENT. With ``FAST``, zeros may have either sign.
+    For e2m1, the caller must multiply the results by 2^E2M1_EXPONENT. With ``FAST``, zeros may have either sign.
     """
     if FAST:
         CONVERTS: tl.constexpr = cuda_capability_geq(8, 9)
@@ -108,14 +108,14 @@ def four_e4m3_as_f16(word: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
 
 
 @triton.constexpr_function
-def _four_powers_ptx(lowered: int) -> str:
+def _four_powers_ptx(exponent_shift: int) -> str:
     """Return PTX that converts the four e8m0 scales of each of two words to powers of two.
 
-    A result is the scale divided by the largest scale of its word, times 2^``lowered``. There are four f16x2 outputs, with one scale of
-    each word. Exponents are raised by 256, so that none is below the exponent that becomes 0. One product carries into the upper half;
+    A result is the scale divided by the largest scale of its word, times 2^``exponent_shift``. There are four f16x2 outputs, with one scale
+    of each word. Exponents are raised by 256, so that none is below the exponent that becomes 0. One product carries into the upper half;
     another product cancels this carry.
     """
-    exponent = 15 + lowered
+    exponent = 15 + exponent_shift
     both = 0x10001
     bytes_of = "".join(
         f"prmt.b32 a, $4, $5, {select}; lop3.b32 p{register}, a, 0x00FF00FF, {256 * both}, 0xEA; "
@@ -129,15 +129,15 @@ def _four_powers_ptx(lowered: int) -> str:
 
 
 @triton.jit
-def four_powers_as_f16(word: tl.tensor, LOWERED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
+def four_powers_as_f16(word: tl.tensor, EXPONENT_SHIFT: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """Convert the four e8m0 scales of each int32 word to four float16 tiles.
 
-    A result is the scale divided by the largest scale of its word, times 2^``LOWERED``.
+    A result is the scale divided by the largest scale of its word, times 2^``EXPONENT_SHIFT``.
     """
     PACKS: tl.constexpr = FAST and cuda_capability_geq(9, 0)
     if PACKS:
         result = tl.inline_asm_elementwise(
-            _four_powers_ptx(LOWERED),
+            _four_powers_ptx(EXPONENT_SHIFT),
             "=&r,=&r,=&r,=&r,r,r",
             [word],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
@@ -146,7 +146,7 @@ def four_powers_as_f16(word: tl.tensor, LOWERED: tl.constexpr, FAST: tl.constexp
         )
     else:
         low, high = tl.maximum(word & 0xFF, (word >> 8) & 0xFF), tl.maximum((word >> 16) & 0xFF, (word >> 24) & 0xFF)
-        above = LOWERED - tl.maximum(low, high)
+        above = EXPONENT_SHIFT - tl.maximum(low, high)
         result = (
             power_as_f16((word & 0xFF) + above),
             power_as_f16(((word >> 8) & 0xFF) + above),

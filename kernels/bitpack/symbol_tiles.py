@@ -36,17 +36,18 @@ def symbol_steps(symbols: int) -> list[tuple[int, ...]]:
 
 @triton.jit
 def load_symbol_tile(
-    loaded: tl.tuple, STEP: tl.constexpr, TWO: tl.constexpr, SYMBOLS: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
+    loaded: tl.tuple, STEP: tl.constexpr, SYMBOL_PAIR: tl.constexpr, SYMBOLS: tl.constexpr, CONSTANTS: tl.constexpr, MODE: tl.constexpr
 ) -> tl.tensor:
     """Return the symbols of step ``STEP`` as one int16 tile: ``[warp, token, column]``, or transposed ``[warp, column, token]``.
 
-    ``TWO(words, symbol, CONSTANTS, FAST)`` must return an even-numbered symbol in the low 16 bits and the next symbol in the high 16 bits.
+    ``SYMBOL_PAIR(words, symbol, CONSTANTS, FAST)`` must return an even-numbered symbol in the low 16 bits, and the next one in the high 16
+    bits.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_per_token(ROWS)
     WARPS: tl.constexpr = loaded[2 * ROW].shape[0]
-    first = _symbol_pairs(loaded[:ROW], STEP, TWO, SYMBOLS, CONSTANTS, MODE.fast)
-    second = _symbol_pairs(loaded[ROW : 2 * ROW], STEP, TWO, SYMBOLS, CONSTANTS, MODE.fast)
+    first = _symbol_pairs(loaded[:ROW], STEP, SYMBOL_PAIR, SYMBOLS, CONSTANTS, MODE.fast)
+    second = _symbol_pairs(loaded[ROW : 2 * ROW], STEP, SYMBOL_PAIR, SYMBOLS, CONSTANTS, MODE.fast)
     tile = assemble_tile(first, second, WARPS, MODE)
     if MODE.fast:
         tile = _use_sums_layout(tile, MODE.transposed)
@@ -68,12 +69,12 @@ def _use_sums_layout(tile: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _symbol_pairs(
-    words: tl.tuple, STEP: tl.constexpr, TWO: tl.constexpr, SYMBOLS: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr
+    words: tl.tuple, STEP: tl.constexpr, SYMBOL_PAIR: tl.constexpr, SYMBOLS: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
     registers = ()
     for symbol in tl.static_range(STEP * WIDTH, (STEP + 1) * WIDTH, 2):
         if symbol < SYMBOLS:
-            registers = registers + (TWO(words, symbol, CONSTANTS, FAST),)
+            registers = registers + (SYMBOL_PAIR(words, symbol, CONSTANTS, FAST),)
         else:
             registers = registers + (tl.zeros(words[0].shape, tl.uint32),)
     return registers

@@ -19,7 +19,8 @@ def tile_width(packing: Columns) -> int:
 
 
 def tile_field_count(packing: Columns, dual: int = 0) -> int:
-    """Return the number of fields per column of a row that one tile shows: several if a row is narrower than the minimum tile width."""
+    """Return the number of fields that one tile contains of each column of a row: several if a row is narrower than the minimum tile width.
+    """
     return tile_width(packing) // packing.width if is_power_of_two(packing.width) and not dual else 1
 
 

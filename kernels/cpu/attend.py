@@ -122,7 +122,7 @@ def _visible_ranges(
     lengths: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> Integers:
-    """Return the range of tokens ``[begin, end)`` that each query sees, within ``[0, tokens)``: int64 ``[batch, q_len, 2]``."""
+    """Return the range of tokens ``[begin, end)`` that each query attends to, within ``[0, tokens)``: int64 ``[batch, q_len, 2]``."""
     # NumPy calls take a fraction of the time of PyTorch calls, and a decode step makes them for every layer.
     length = tokens if lengths is None else lengths.numpy()[:, None]
     causal_end = length - q_len + numpy.arange(1, q_len + 1)

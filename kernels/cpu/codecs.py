@@ -227,11 +227,11 @@ def _describe_quaternion(codec: Quaternion) -> CodecDescription | None:
 
 
 def _describe_minifloat(codec: Minifloat) -> CodecDescription | None:
-    names = {"block_scales": (codec.blocks, "U8")} if codec.granularity == "block" else {}
+    names = {"block_scales": (codec.blocks_per_token, "U8")} if codec.granularity == "block" else {}
     scale = "scale" if codec.granularity == "token" else codec.run_scale
     result = _create_struct(codec, names | ({} if scale is None else {scale: (1, "F32" if names else NORMS[codec.scale_dtype])}))
     if names:
-        result.size, result.scale_kind = codec.block, 1 + (codec.run_scale is not None)
+        result.size, result.scale_kind = codec.block_size, 1 + (codec.run_scale is not None)
     element = codec.format
     result.fraction_bits, result.bias, result.finite = element.fraction_bits, element.bias, element.finite
     return _complete_description(result, codec, [*names, *([] if scale is None else [scale])], [])

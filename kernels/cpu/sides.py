@@ -159,7 +159,7 @@ def _has_page_frames(codec: Codec) -> bool:
     """Return True if pages may have different coded frames, because each stores its own value maps or basis rows."""
     if isinstance(codec.without_sidecars, Klt) and codec.without_sidecars.rows != "basis":
         return True
-    return isinstance(codec, CodecWithSidecars) and codec.maps_by_run
+    return isinstance(codec, CodecWithSidecars) and codec.has_maps_per_run
 
 
 @cache

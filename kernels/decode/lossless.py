@@ -128,10 +128,7 @@ def _batch_slots(frequencies: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _load_group(row: tl.tensor, batch: tl.tensor, head: tl.tensor, sequence: tl.tensor, ends: tl.tensor) -> tl.tuple:
-    """Load the table entries of one chunk from the ``row`` of its token group.
-
-    See the code for the order of the entries.
-    """
+    """Load the table entries of one chunk from the ``row`` of its token group."""
     chunk = tl.load(row + 3) + sequence
     first_chunk = tl.load(row + 4)
     word_offset = tl.load(ends + (chunk - 1), chunk > first_chunk, 0) - tl.load(

@@ -45,7 +45,7 @@ def prepare(
     in_blocks = codec.granularity == "block"
     constants = MinifloatConstants(
         code_streams(codec)[0], codec.element, names.index("block_scales" if in_blocks else "scale"),
-        len(names) - 1 if codec.run_scale == "global_scale" else -1, codec.block if in_blocks else 0, codec.granularity == "token",
+        len(names) - 1 if codec.run_scale == "global_scale" else -1, codec.block_size if in_blocks else 0, codec.granularity == "token",
     )  # fmt: skip
     return prepare_rows(codec, packed, out, False, pages, TileDecoder(_decode_minifloat, constants))
 

@@ -32,7 +32,8 @@ class LevelLocation(NamedTuple):
 class PolarConstants(NamedTuple):
     """Compile-time constants of a polar codec.
 
-    They are the code packings, the ``LevelLocation``, the number of radii per token, and the index of the stream of radii.
+    ``codes`` are the code packings, and ``levels`` are the locations of each level's angles. ``radii`` is the number of radii per token, in
+    stream ``stream``.
     """
 
     codes: tuple[CodeStream, ...]

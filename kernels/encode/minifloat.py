@@ -41,10 +41,10 @@ class ElementFormat(NamedTuple):
 class MinifloatConstants(NamedTuple):
     """Compile-time constants of a minifloat codec.
 
-    ``form`` is the format of the elements, and ``scale_form`` that of e4m3 scales. ``largest`` is the largest element value, ``emax`` is
-    its exponent, and ``carry`` is the result of ``exponent_carry``. ``kind`` is the kind of scales. A token has ``blocks`` scales, one for
-    every ``size`` channels, in float16 if ``half``. Run scales limit quotients to ``max_quotient``; with ``per_head``, each head has its
-    own run scale. If ``chosen``, run scales come from the magnitudes in table 0, float32 ``[batch, kv_head or 1]``. The first stored
+    ``form`` is the format of elements, and ``scale_form`` is the format of e4m3 scales. ``largest`` is the largest element value, ``emax``
+    is its exponent, and ``carry`` is the result of ``exponent_carry``. ``kind`` is the kind of scales. A token has ``blocks`` scales, one
+    for every ``size`` channels, in float16 if ``half``. Run scales limit quotients to ``max_quotient``; with ``per_head``, each head has
+    its own run scale. If ``chosen``, run scales come from the magnitudes in table 0, float32 ``[batch, kv_head or 1]``. The first stored
     stream contains scales; with ``E4M3_BLOCKS``, the second one contains run scales.
     """
 
@@ -82,13 +82,13 @@ def encode(codec: Minifloat, x: torch.Tensor, output: Output) -> bool:
         tables.append(largest_magnitudes(x, origins, per_head))
     in_blocks = codec.granularity == "block"
     # A tile contains only whole blocks.
-    symbols = max(MIN_AXIS, next_power_of_two(codec.dim), codec.block if in_blocks else 1)
+    symbols = max(MIN_AXIS, next_power_of_two(codec.dim), codec.block_size if in_blocks else 1)
     kind = (E4M3_BLOCKS if codec.run_scale else E8M0_BLOCKS) if in_blocks else PER_TOKEN if codec.granularity == "token" else PER_RUN
     form = codec.format
     constants = MinifloatConstants(
         ElementFormat(form.fraction_bits, form.bias, form.finite, form.bits), ElementFormat(3, 7, 0x7F, 8), form.largest,
-        floor_log2(form.largest), exponent_carry(form), kind.value, codec.block if in_blocks else symbols,
-        codec.blocks if in_blocks else 1, codec.scale_dtype == "fp16", max_quotient(codec), per_head, bool(tables),
+        floor_log2(form.largest), exponent_carry(form), kind.value, codec.block_size if in_blocks else symbols,
+        codec.blocks_per_token if in_blocks else 1, codec.scale_dtype == "fp16", max_quotient(codec), per_head, bool(tables),
     )  # fmt: skip
     stored = [streams["block_scales" if in_blocks else "scale"], *([streams["global_scale"]] if kind.value == E4M3_BLOCKS.value else [])]
     return encode_rows(

@@ -278,7 +278,7 @@ def _warps_with_tokens(valid: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _step_channel(step: tl.constexpr, column: tl.tensor, SPAN: tl.constexpr, WIDTH: tl.constexpr, FIELD_STRIDE: tl.constexpr) -> tl.tensor:
-    """Return the channel that each column shows in a step (see ``tiles.step_symbols``)."""
+    """Return the channel that each column contains in a step (see ``tiles.step_symbols``)."""
     if FIELD_STRIDE > 1:
         channel = (step + column // WIDTH * FIELD_STRIDE) * WIDTH + column % WIDTH
     else:

@@ -82,7 +82,7 @@ def tiles(codec: Minifloat) -> Tiles | None:
     planes = plane_streams("codes", packing)
     symbols = step_symbols(packing)
     in_blocks = codec.granularity == "block"
-    size, blocks = (codec.block, codec.blocks) if in_blocks else (0, 0)
+    size, blocks = (codec.block_size, codec.blocks_per_token) if in_blocks else (0, 0)
     words = blocks // 4 if blocks % 4 == 0 else 0
     fields_per_tile = tile_field_count(packing)
     whole = fields_per_tile == 1 and packing.width == len(symbols[0]) and len(symbols) * packing.width == codec.dim
@@ -134,8 +134,10 @@ def is_exact(codec: Minifloat, streams: Mapping[str, torch.Tensor]) -> bool:
     if bool((largest - scales.amin(-1) <= most).all()):
         return True
     # Blocks of zeros have the smallest power of two, but lose no precision.
-    held = torch.nn.functional.pad(codec.digits(streams)[0] & (1 << codec.format.bits - 1) - 1, (0, codec.blocks * codec.block - codec.dim))
-    filled = held.reshape(*held.shape[:-1], codec.blocks, codec.block).amax(-1) > 0
+    blocks, size = codec.blocks_per_token, codec.block_size
+    magnitudes = codec.digits(streams)[0] & (1 << codec.format.bits - 1) - 1
+    padded = torch.nn.functional.pad(magnitudes, (0, blocks * size - codec.dim))
+    filled = padded.reshape(*padded.shape[:-1], blocks, size).amax(-1) > 0
     return bool((largest - scales.masked_fill(~filled, 255).amin(-1) <= most).all())
 
 
@@ -256,8 +258,8 @@ def _largest_scale(loaded: tl.tuple, AT: tl.constexpr, CONSTANTS: tl.constexpr) 
 def _block_factor(loaded: tl.tuple, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Return the factor for the elements of block ``BLOCK``, float16 ``[warp, token]``.
 
-    For e4m3, it is the block scale. For e8m0, it is the block scale divided by the token's largest block scale. It also makes up for
-    elements that are too small by a factor of 2^E2M1_EXPONENT.
+    For e4m3, it is the block scale. For e8m0, it is the block scale divided by the token's largest block scale. It also includes the factor
+    2^E2M1_EXPONENT that e2m1 elements lack.
     """
     AT: tl.constexpr = CONSTANTS.planes + CONSTANTS.global_scale
     ELEMENT: tl.constexpr = CONSTANTS.element
@@ -339,13 +341,13 @@ def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.
     """Return the token factors: float32 ``[warp, token]``, or ``[warp, 1]`` if all tokens share one."""
     AT: tl.constexpr = CONSTANTS.planes
     ELEMENT: tl.constexpr = CONSTANTS.element
-    LOWERED: tl.constexpr = _element_exponent(ELEMENT)
+    EXPONENT: tl.constexpr = _element_exponent(ELEMENT)
     if CONSTANTS.kind == PER_BLOCK and not CONSTANTS.global_scale:
         result = power_as_f32(_largest_scale(loaded, AT, CONSTANTS))
     elif CONSTANTS.kind == PER_TOKEN:
-        result = finite_factor(read_factors(loaded, AT, CONSTANTS.scale_bits, 0, FAST) * 2.0**LOWERED)
+        result = finite_factor(read_factors(loaded, AT, CONSTANTS.scale_bits, 0, FAST) * 2.0**EXPONENT)
     else:
-        result = finite_factor(loaded[AT] * 2.0**LOWERED)
+        result = finite_factor(loaded[AT] * 2.0**EXPONENT)
     return result
 
 
@@ -357,16 +359,16 @@ def step_factor(loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, F
 
 @triton.jit
 def scale_elements(x: tl.tensor, pointers: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Multiply float32 ``x`` by 2^``_element_exponent``, because elements in tiles are too small by this factor."""
+    """Multiply float32 ``x`` by 2^``_element_exponent``, the factor that elements in tiles lack."""
     ELEMENT: tl.constexpr = CONSTANTS.element
-    LOWERED: tl.constexpr = _element_exponent(ELEMENT)
-    return x * 2.0**LOWERED
+    EXPONENT: tl.constexpr = _element_exponent(ELEMENT)
+    return x * 2.0**EXPONENT
 
 
 @triton.jit
 def scale_by_run(x: tl.tensor, pointers: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
     """Multiply float32 ``x`` as ``scale_elements`` does, then by the run scale, which may be large."""
     ELEMENT: tl.constexpr = CONSTANTS.element
-    LOWERED: tl.constexpr = _element_exponent(ELEMENT)
+    EXPONENT: tl.constexpr = _element_exponent(ELEMENT)
     scale = tl.load(pointers[CONSTANTS.planes + CONSTANTS.global_scale]).to(tl.float32, bitcast=True)
-    return x * 2.0**LOWERED * scale
+    return x * 2.0**EXPONENT * scale

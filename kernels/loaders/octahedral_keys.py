@@ -1,9 +1,9 @@
 """Tile loader for keys of codec octahedral in the dense arrangement, if indices have 8 bits (spec/codecs/octahedral.md).
 
 Codes are looked up where matrix units expect the operand, so that no value moves between lanes. A lane of a matrix operand has tokens and
-every fourth pair of columns of its own. Lane ``i`` of four gets as many consecutive index words as a row has sign words, from word ``i`` x
-this number on. The signs of its first triplets are then field ``i`` of consecutive sign words, and the signs of its second triplets are a
-fixed number of fields later.
+every fourth pair of columns of its own. If a row has N sign words, lane ``i`` of four gets N consecutive index words, beginning with word
+``i`` x N. The signs of its first triplets are then field ``i`` of consecutive sign words, and the signs of its second triplets are a fixed
+number of fields later.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.

@@ -63,7 +63,7 @@ class ScalarConstants(NamedTuple):
 def paired_tiles(codec: Scalar) -> Tiles | None:
     """Return the paired loader of ``codec``, or None if it is not supported.
 
-    A table index must cover two fields, and a tile must show one field of each column. In rows of 3-byte columns, the upper bytes of
+    A table index must cover two fields, and a tile must contain one field of each column. In rows of 3-byte columns, the upper bytes of
     neighboring columns must begin at the same bit: a register of keys contains two columns, and otherwise the compiler gives tiles of
     values a layout whose registers do not contain two neighboring tokens.
     """

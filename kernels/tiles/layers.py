@@ -38,7 +38,7 @@ class PackedRun(Protocol):
         """Decode tokens ``[start, stop)`` to float32 ``[batch, kv_head, token, dim]`` in the original frame."""
 
     def original(self, sums: torch.Tensor) -> torch.Tensor:
-        """Map sums of values ``[batch, kv_head, row, dim]`` from the coded frame (``frame``) to the original frame."""
+        """Map sums of values ``[batch, kv_head, row, dim]`` from the coded frame to the original frame."""
 
 
 class Side(Protocol):

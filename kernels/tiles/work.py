@@ -37,8 +37,8 @@ class PackedRows(NamedTuple):
 class WorkItem(NamedTuple):
     """The tokens of a program: ``count`` tokens, beginning with token ``begin`` of the layer.
 
-    Every query sees the first ``whole`` of these tokens, a multiple of the tokens that the program processes together. If keys have page
-    means, ``means`` contains their streams and the program's first token, counted from the start of its first page.
+    Every query attends to the first ``whole`` of these tokens, a multiple of the tokens that the program processes together. If keys have
+    page means, ``means`` contains their streams and the program's first token, counted from the start of its first page.
     """
 
     begin: Any
@@ -103,7 +103,7 @@ def limit_to_length(
 ) -> tl.tuple:
     """Limit ``work`` to a sequence of ``length`` tokens. Also returns the number of its tokens before the first query's window.
 
-    The first query is at ``position``. A query sees tokens up to ``ahead`` positions after its own. The number of preceding tokens is
+    The first query is at ``position``. A query attends to tokens up to ``ahead`` positions after its own. The number of preceding tokens is
     rounded down to whole tiles of ``SPAN`` tokens, and ``work.whole`` to a multiple of ``TILES`` tiles.
     """
     count = tl.maximum(0, tl.minimum(work.count, length - work.begin)).to(tl.int32)
@@ -115,11 +115,12 @@ def limit_to_length(
 
 @triton.jit
 def skip_unseen(work: tl.tuple, first: tl.tensor, last: tl.tensor, SPAN: tl.constexpr, TILES: tl.constexpr) -> tl.tuple:
-    """Skip the tokens at the beginning of ``work`` that no query sees.
+    """Skip the tokens at the beginning of ``work`` that are visible to no query.
 
-    No query sees tokens before token ``first`` of the layer, and only some queries see tokens before token ``last``. The returned work
-    begins with the first tile that every query sees. Tokens that only some queries see come before this tile and have negative positions;
-    the second result is their number, a multiple of the tile size ``SPAN``. Tiles that every query sees are processed ``TILES`` at a time.
+    Tokens before token ``first`` of the layer are visible to no query, and tokens before token ``last`` only to some. The returned work
+    begins with the first tile that is visible to all queries. Tokens that only some queries attend to come before this tile and have
+    negative positions; the second result is their number, a multiple of the tile size ``SPAN``. Tiles that are visible to all queries are
+    processed ``TILES`` at a time.
     """
     begin = tl.maximum(0, first - work.begin) // SPAN * SPAN
     shift = (tl.maximum(0, last - work.begin) + TILES * SPAN - 1) // (TILES * SPAN) * (TILES * SPAN)

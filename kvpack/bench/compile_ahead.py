@@ -1,7 +1,7 @@
-"""Compiles the kernels that a recipe's calls launch before the first call, even on a machine without a GPU.
+"""Compiles a recipe's kernels before the first call, even on a machine without a GPU.
 
-The calls run on CPU tensors, but each launch only adds its kernel to a list, with Triton's key for it. Processes then compile the kernels
-to Triton's cache, where launches with the same keys find them.
+The calls run on CPU tensors, and each launch only records its kernel and Triton's cache key. Worker processes then compile the kernels into
+Triton's cache, where later launches find them by key.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def representative_gpu(capability: int) -> Gpu:
 
 @contextmanager
 def collect_kernels(gpu: Gpu) -> Iterator[dict[str, Compilation]]:
-    """Collect the kernels that calls with CPU tensors would launch on ``gpu``, by key. The calls return uninitialized memory."""
+    """Context manager that collects, by key, the kernels that calls on CPU tensors would launch on ``gpu``. Calls return uninitialized
+    memory.
+    """
     from kvpack.kernels import gpu as gpus
     from kvpack.kernels import triton_internals
     from kvpack.kernels.attend import many_queries
@@ -209,7 +211,7 @@ def run(
 
     if capability is None and not torch.cuda.is_available():
         known = " or ".join(map(str, CHIPS))
-        raise InvalidParameter(f"PyTorch finds no CUDA device: specify the compute capability with --capability {known}")
+        raise InvalidParameter(f"PyTorch found no CUDA device: specify the compute capability with --capability {known}")
     target = gpu("cuda") if capability is None else representative_gpu(capability)
     name = torch.cuda.get_device_name() if capability is None else f"compute capability {capability / 10} ({CHIPS[capability][0]})"
     jobs: dict[str, Compilation] = {}

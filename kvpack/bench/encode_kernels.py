@@ -84,8 +84,8 @@ def run(recipes: Sequence[str], shape: KeyValueShape = SHAPE) -> dict[str, Any]:
 
 
 def measured_codecs(recipe: str, heads: int, dim: int) -> Iterator[tuple[str, Codec]]:
-    """Yield (side, codec) pairs for ``recipe``, which may name a synthetic basis. Codecs that store values exactly, and repetitions of a
-    codec, are skipped.
+    """Yield (side, codec) pairs for ``recipe``, which may name a synthetic basis. Skips repeated codecs, and codecs that store values
+    exactly.
     """
     named, basis = synthetic_basis.resolve_recipe(recipe, heads, (dim, dim))
     parsed = kvpack.Recipe(named, basis)
@@ -147,4 +147,4 @@ def show(report: dict[str, Any], device: str) -> None:
     print_table(title, columns, rows, text_columns=2)
     speed = 2 * report["bytes"] / report["copy_seconds"] / 1e12
     print(f"\nThe byte floor is the time to read the input and write the streams at copy speed, {speed:.2f} TB/s read and written.")
-    print("GB/s count the bf16 values. The paper is OCTOPUS, Table 7.")
+    print("GB/s are based on the size of the bf16 values. The paper is OCTOPUS, Table 7.")

@@ -85,9 +85,9 @@ def evaluate(
 ) -> Evaluation:
     """Measure how much recipes degrade a transformers model's predictions on texts.
 
-    In each window of the texts, all tokens except the last ``scored_tokens`` are packed, saved and loaded, and the model's predictions of
-    the last ones are compared with its predictions over the uncompressed cache. The model and its attention are unchanged afterwards. Two
-    runs with the same seed differ only in times.
+    In each window of the texts, all tokens except the last ``scored_tokens`` are packed, saved and loaded. The model's predictions of the
+    scored tokens are then compared with its predictions over the uncompressed cache. The model and its attention are unchanged afterwards.
+    Two runs with the same seed differ only in times.
 
     Args:
         model: A transformers model in evaluation mode.

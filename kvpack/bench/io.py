@@ -24,7 +24,7 @@ from kvpack import cache_names
 from kvpack.coding.encoding import Progress, suppress_rounding_warnings
 from kvpack.evaluation.models import read_text, vocabulary
 from kvpack.formats.errors import InvalidParameter
-from kvpack.models import load_model, model_folder, transformers_library
+from kvpack.models import import_transformers, load_model, model_folder
 from kvpack.runtime.modes import one_thread
 
 from . import dense, io_device
@@ -99,7 +99,7 @@ def _prefill_source(folder: Path, path: str | None, tokens: int | None) -> Sourc
     count = min(DEFAULT_TOKENS, len(ids)) if tokens is None else tokens
     if not 1 <= count <= len(ids):
         raise InvalidParameter(f"--tokens is {count}, but {text.name} has only {len(ids)} tokens: pass at most that many")
-    cache = transformers_library().DynamicCache()
+    cache = import_transformers().DynamicCache()
     with torch.inference_mode():
         model.base_model(torch.tensor([ids[:count]]), **cache_names.cache_argument(model.base_model, cache))
     pairs = [(layer.keys.to(torch.bfloat16), layer.values.to(torch.bfloat16)) for layer in cache.layers]
@@ -255,10 +255,8 @@ def show(report: dict[str, Any]) -> None:
     print("write: from values in memory to a new file. read: from the file to bf16 values in new memory. Below 1 x safetensors is faster.")
     print(f"read, attend: from the file to the attention of one query of {Q_HEADS} heads per KV head, in every layer.")
     print("encode: into memory that an earlier pack freed. unpack: into memory already in use, like the copy it is compared with.")
-    print(
-        "GB/s count the bf16 cache's bytes; files are in the page cache, and nothing waits for the disk. kvpack's load checks every byte,"
-    )
-    print("safetensors' load_file maps the file, and its values are then copied.")
+    print("GB/s are based on the size of the bf16 cache; files are in the page cache, and nothing waits for the disk.")
+    print("kvpack's load checks every byte; safetensors' load_file maps the file, and its values are then copied.")
 
 
 def _row_cells(by_place: dict[tuple[str, str], dict[str, Any]], name: str) -> list[str]:

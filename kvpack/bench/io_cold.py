@@ -151,6 +151,6 @@ def show(report: dict[str, Any]) -> None:
     print_table(f"{report['source']}: median of {report['repeats']}", ["recipe", "way", "file", "GB/s", "x fio"], cells)
     if not any(row["way"] == DISK for row in report["cold_rows"]):
         print("\nfio is not installed: install it (such as by apt install fio) to see the speed of the disk.")
-    print("\nGB/s count the file's bytes. In all rows but the last, the file is dropped from the page cache before each timing.")
+    print("\nGB/s are based on the size of the file. In all rows but the last, the file is dropped from the page cache before each timing.")
     print("load, mapped: kvpack.load, which checks every byte. load, copy=True: the same by direct I/O, into private memory.")
     print("read as for a device: by direct I/O into the staging memory of device copies.")

@@ -220,7 +220,7 @@ def _check_settings(settings: QualitySettings, basis: Basis | None) -> None:
     if settings.offset is not None and basis is not None:
         raise InvalidParameter("--offset changes the keys, but the basis was calibrated without it: omit --offset or --basis")
     if settings.device == "cuda" and not torch.cuda.is_available():
-        raise InvalidParameter("--device is cuda, but PyTorch finds no CUDA device: omit --device to measure on the CPU")
+        raise InvalidParameter("--device is cuda, but PyTorch found no CUDA device: omit --device to measure on the CPU")
 
 
 def _modify_keys(network: Any, settings: QualitySettings, sample: torch.Tensor) -> dict[str, Any]:

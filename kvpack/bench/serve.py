@@ -25,7 +25,7 @@ import kvpack
 from kvpack import cache_names
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 from kvpack.hub import model_folder
-from kvpack.models import transformers_library
+from kvpack.models import import_transformers
 from kvpack.output import step_counter
 from kvpack.runtime.modes import one_thread
 
@@ -142,7 +142,7 @@ def random_model(shape: str, layers: int | None, device: str, dtype: str | None,
 
     With ``random_weights``, all layers must have full or sliding attention, because their keys and values will be random.
     """
-    library = transformers_library()
+    library = import_transformers()
     config = _load_config(shape, layers)
     if random_weights and (others := {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}):
         raise InvalidParameter(
@@ -160,7 +160,7 @@ def random_model(shape: str, layers: int | None, device: str, dtype: str | None,
 
 
 def _load_config(shape: str, layers: int | None) -> Any:
-    library = transformers_library()
+    library = import_transformers()
     if shape in SHAPES:
         name, settings = SHAPES[shape]
         if layers is not None:
@@ -203,7 +203,7 @@ def _random_layer_states(model: Any, batch: int, tokens: int, device: str) -> tu
 
 
 def _dynamic_cache(model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> Any:
-    past = transformers_library().DynamicCache(states, config=model.config)
+    past = import_transformers().DynamicCache(states, config=model.config)
     for layer in past.layers:
         if layer.is_sliding:
             # The layer counts the tokens passed to it, which were only those in the window.
@@ -379,7 +379,7 @@ def _first_token_rows(
     from kvpack.integrations.transformers import KvpackCache
     from kvpack.integrations.transformers.models import model_identity
 
-    library = transformers_library()
+    library = import_transformers()
     suffix = SUFFIX[device]
     ids = _random_ids(model, 1, tokens + suffix, device)
     row = {"tokens": tokens, "suffix": suffix}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvpack import cache_names
-from kvpack.models import transformers_library
+from kvpack.models import import_transformers
 
 NAME = "kvpack bench static"
 ROOM = 256
@@ -35,7 +35,7 @@ class StaticStates:
     """
 
     def __init__(self, model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> None:
-        library = transformers_library()
+        library = import_transformers()
         self._model = model
         self._states = [tuple(torch.nn.functional.pad(x, (0, 0, 0, ROOM)) for x in pair) for pair in states]
         lengths = [keys.shape[2] for keys, _ in states]
@@ -75,7 +75,7 @@ class StaticStates:
 def length_only_cache(tokens: int, layers: int) -> Any:
     """Return a transformers cache that reports ``tokens`` tokens but stores none. Each layer returns the keys and values that it receives.
     """
-    library: Any = transformers_library()
+    library: Any = import_transformers()
 
     class Layer(library.cache_utils.CacheLayerMixin):  # type: ignore[misc]
         is_sliding = False

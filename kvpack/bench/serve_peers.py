@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from kvpack.formats.errors import InvalidParameter
-from kvpack.models import transformers_library
+from kvpack.models import import_transformers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ def peer_caches(model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]],
     ``states`` are the keys and values of ``tokens`` tokens. If transformers cannot create the cache for the model or the backend, the call
     raises its error.
     """
-    library = transformers_library()
+    library = import_transformers()
 
     def static() -> Any:
         if any(keys.shape[2] != tokens for keys, _ in states):

@@ -1,6 +1,6 @@
 """kvpack bench store: time match, load, put and get on a prefix store, compared with plain reads and a bf16 safetensors store.
 
-All are measured in the same run. Files are in the page cache. Speeds in GB/s count stored bytes.
+All are measured in the same run. Files are in the page cache. Speeds in GB/s are based on the number of stored bytes.
 """
 
 from __future__ import annotations

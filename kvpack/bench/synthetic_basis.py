@@ -86,7 +86,7 @@ def _parse_widths(recipe: str) -> tuple[list[int], list[int]]:
     match = re.fullmatch(rf"{NAME}([0-{MAX_WIDTH}]+):([0-{MAX_WIDTH}]+)", recipe)
     if match is None or not all(text.strip("0") for text in match.groups()):
         raise InvalidParameter(
-            f"{recipe!r}: expected a name such as {NAME}63211000:53100000: one digit (0 to {MAX_WIDTH} bits) per run, of keys, then of "
+            f"{recipe!r}: expected a name such as {NAME}63211000:53100000: one digit (0 to {MAX_WIDTH} bits) for each run of keys, then of "
             "values"
         )
     return [int(digit) for digit in match[1]], [int(digit) for digit in match[2]]

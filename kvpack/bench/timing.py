@@ -76,7 +76,8 @@ def median_seconds(call: Callable[[], object]) -> float:
 
 
 def repeated_seconds(call: Callable[[], object]) -> float:
-    """Return the seconds per call for several calls in a row: device time or host time, whichever is larger. The median of three runs."""
+    """Return the seconds per call for several calls in a row, as the median of three runs: device time or host time, whichever is larger.
+    """
 
     def run() -> None:
         for _ in range(_CALLS_IN_A_ROW):

@@ -57,8 +57,8 @@ class Cache(PackedObject):
         model: Fields that identify the model.
         start: Position of the first token.
         inputs: The inputs from which the values were computed, or None if unknown.
-        metadata: Texts and numbers that the caller attached, by name. Slices and conversions keep them. ``concat`` keeps the first cache's
-            metadata.
+        metadata: Strings and numbers that the caller attached, by name. Slices and conversions keep them. ``concat`` keeps the first
+            cache's metadata.
 
     Raises:
         InvalidParameter: The inputs do not match the cache's positions or number of sequences, or a layer's ``skipped`` is negative (or

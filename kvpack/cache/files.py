@@ -63,7 +63,7 @@ def save(
         path: Path of the file.
         compress: Compress tensors with zstd if that saves 3% or more. Such a file is decompressed when it is loaded, not mapped.
         durable: Return only when the file and its folder are on disk.
-        metadata: Texts, integers and finite floats to store in the file, by name. Defaults to the cache's metadata.
+        metadata: Strings, integers and finite floats to store in the file, by name. Defaults to the cache's metadata.
         progress: Called as ``progress(done, total)``, both in bytes.
 
     Returns:

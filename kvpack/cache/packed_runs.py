@@ -62,14 +62,14 @@ class Stretch:
 
     @cached_property
     def _first_rows(self) -> dict[int, Ends]:
-        """For each number of tokens per row: the first row of each run, followed by the total number of rows."""
+        """First row of each run, followed by the total number of rows, keyed by the number of tokens per row."""
         steps = {layout.tokens_per_row for layout in self.layout.values() if layout.per == "token" and layout.tokens_per_row > 1}
         tokens = numpy.diff(self.ends, prepend=0)
         return {step: numpy.concatenate([[0], numpy.cumsum(-(-tokens // step))]) for step in steps}
 
     @cached_property
     def _first_entries(self) -> dict[str, torch.Tensor]:
-        """For each stream with one row per entry: the first row of each token, followed by the total number of rows.
+        """First row of each token, followed by the total number of rows, for each stream with one row per entry.
 
         The tensors are int64 ``[token + 1]`` on the CPU, or ``[row + 1]`` if entries are counted per row of tokens.
         """
@@ -88,7 +88,7 @@ class Stretch:
 
     @cached_property
     def _entry_tokens(self) -> dict[str, torch.Tensor]:
-        """For each stream whose entries store token numbers: the token of each entry, in ascending order, as int64 on the CPU."""
+        """Token of each entry, in ascending order, for each stream whose entries store token numbers. int64 on the CPU."""
         return {name: token.cpu() for name, token in self.codec.entry_tokens(self.streams).items()}
 
     def rows(self, start: int, stop: int, entries: bool = True) -> dict[str, torch.Tensor]:
@@ -212,7 +212,7 @@ class PackedRun:
         return decode(self.codec, rows)[:, :, start - aligned : stop - aligned]
 
     def query(self, q: torch.Tensor) -> torch.Tensor:
-        """Map queries ``[batch, kv_head, row, dim]`` to the codec's rotated frame, in which ``frame`` returns keys."""
+        """Map queries ``[batch, kv_head, row, dim]`` to the codec's rotated frame, in which ``decode_frame`` returns keys."""
         return self.codec.query(q, self.streams)
 
     def original(self, sums: torch.Tensor) -> torch.Tensor:
@@ -375,8 +375,7 @@ class PackedRuns(Sequence[PackedRun]):
     def append(self, run: PackedRun) -> PackedRuns:
         """Return the runs followed by ``run``.
 
-        To keep the number of runs small, ``run`` may be joined with earlier runs. A run is joined with everything after it unless it has
-        more tokens.
+        To keep the number of runs small, an earlier run is joined with the runs after it unless it has more tokens than they have together.
         """
         number, tokens, after = len(self), run.tokens, run
         while number:

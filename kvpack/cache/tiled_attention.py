@@ -97,7 +97,7 @@ class _PartialSum(NamedTuple):
 
 
 def _combine(parts: Sequence[_PartialSum], shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Add up partial sums, and divide the result by the total weight. Queries that see no token get zeros."""
+    """Add up partial sums, and divide the result by the total weight. Queries that attend to no token get zeros."""
     if not parts:
         return torch.zeros(shape, dtype=torch.float32, device=device)
     largest = torch.stack([part.largest for part in parts]).amax(0)
@@ -111,7 +111,7 @@ def _combine(parts: Sequence[_PartialSum], shape: tuple[int, ...], device: torch
 def _finite_shift(largest: torch.Tensor) -> torch.Tensor:
     """Return the amount to subtract from scores before exp: ``largest``, or 0 if ``largest`` is -inf.
 
-    If a query sees no token, its weights are then 0 instead of NaN.
+    If a query attends to no token, its weights are then 0 instead of NaN.
     """
     return torch.where(torch.isinf(largest), 0.0, largest)
 
@@ -176,7 +176,7 @@ def _hide_tokens(
     lengths: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> None:
-    """Set scores to -inf, in place, for each token of ``[start, stop)`` that a query at one of the ``positions`` does not see."""
+    """Set scores to -inf, in place, for each token of ``[start, stop)`` that is masked for the query at each of ``positions``."""
     if starts is not None:
         scores.masked_fill_(torch.arange(start, stop, device=scores.device) < starts, -torch.inf)
     if lengths is None:
@@ -221,7 +221,7 @@ def _mask_by_sequence(
     causal: bool,
     sliding_window: int | None,
 ) -> None:
-    """Set scores ``[batch, head, row, token]`` to -inf, in place, for tokens that the queries of a sequence do not see.
+    """Set scores ``[batch, head, row, token]`` to -inf, in place, for tokens that are masked for the queries of a sequence.
 
     ``positions``, ``[batch, 1, row, 1]``, are the positions of the queries. ``lengths``, ``[batch, 1, 1, 1]``, are the lengths of the
     sequences.

@@ -86,9 +86,9 @@ def encode(
     skipped: torch.Tensor | None = None,
     largest: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor] | None:
-    """Encode ``x``, ``[batch, kv_head, token, dim]``, with a kernel. Returns the streams, or None if the codec itself has to encode.
+    """Encode ``x``, ``[batch, kv_head, token, dim]``, with a kernel, and return the streams.
 
-    That is the case if kernels are disabled or do not support the call, or if the codec may reject some values.
+    Returns None if kernels are disabled or do not support the call, or if the codec may reject some values. The codec itself then encodes.
 
     ``previous`` contains the streams of the run that ``x`` continues. Sizes of tokens are written into the tensors in ``sizes``. Tokens in
     the mask ``skipped``, contiguous bool ``[batch, token]``, are encoded as zeros. ``largest`` contains the largest magnitudes of tokens as
@@ -116,7 +116,7 @@ def encode(
 def _decodes_to(codec: Lossless, streams: Mapping[str, torch.Tensor], x: torch.Tensor) -> bool:
     """Return True if Triton decodes ``streams`` to the bits of ``x``.
 
-    Every run is checked, because one wrong word would change all values after it, and not every compiler version has been tested.
+    Every run is checked, because one wrong word would corrupt all values after it, and not every compiler version has been tested.
     """
     import torch
 

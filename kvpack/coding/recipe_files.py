@@ -6,7 +6,7 @@
     layers=0-3:k=octahedral:b=4
 
 A recipe refers to a file as ``@path``, optionally followed by more clauses: ``@tuned.txt;window=32``. The ``@`` is optional if the text
-contains a ``/``, ends in ``.txt`` or is the path of an existing file, and so cannot be a recipe. A preset's name always means the preset.
+contains a ``/``, ends in ``.txt`` or is the path of an existing file. A preset's name always means the preset.
 """
 
 from __future__ import annotations

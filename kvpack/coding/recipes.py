@@ -1,4 +1,4 @@
-"""Parse recipes. A recipe selects the codecs of every layer's keys and values, by clauses or by a preset's name::
+"""Parse recipes. A recipe selects the codecs of every layer's keys and values, by clauses or by the name of a preset::
 
     recipe  = clause { ";" clause }            later clauses win
     clause  = preset | addition | side "=" codec | "layers=" list ":" side "=" codec | "raw=" tokens | "window=" tokens
@@ -8,10 +8,10 @@
 
 Presets and additions are in kvpack/coding/presets.py: the addition "boundary-1" stands for "layers=0,-1:k=raw". "raw=4,0.5,4" sets the
 options raw_first=4, raw_low_norm=0.5 and raw_high_norm=4 of every lossy codec in the recipe that sets none of them itself. Every lossy
-preset includes it, and "raw=0" after a preset turns it off. The codecs raw and lossless store their input's dtype, or round to the option
-dtype: "k=raw:dtype=bf16". The codecs klt and transform need a basis (kvpack/coding/bases.py): "klt-1.75" stands for
-"kv=klt:bits=1.75,widths=heads" and "transform-0.6" for "kv=transform:bits=0.6", both with "raw=1,0.6,4"; the number is the average of bits
-per value. Other codecs need a basis to encode keys in balanced frames: "k=scalar:b=2,frame=balanced". For example "kvpack-3",
+preset includes it, and "raw=0" after a preset turns it off. The codecs raw and lossless store their input's dtype, or round to the dtype in
+their option: "k=raw:dtype=bf16". The codecs klt and transform need a basis (kvpack/coding/bases.py): "klt-1.75" stands for
+"kv=klt:bits=1.75,widths=heads" and "transform-0.6" for "kv=transform:bits=0.6", both with "raw=1,0.6,4"; the number is the average number
+of bits per value. Other codecs need a basis to encode keys in balanced frames: "k=scalar:b=2,frame=balanced". For example "kvpack-3",
 "octopus-3;layers=0,-1:k=raw;window=32", or "k=octahedral:b=3;v=group:b=3,g=32;layers=0,-1:k=raw;window=32". Wherever a recipe is accepted,
 "@path" refers to a file of clauses (kvpack/coding/recipe_files.py). Files, stores and pages record a recipe's canonical text, which
 contains no preset names (kvpack/coding/canonical.py).

@@ -165,7 +165,8 @@ def allocate_sizes(codec: Codec, x: torch.Tensor) -> TokenSizes:
 
 
 def measure_losses(run: EncodedRun, *, check_shared_scales: bool = True) -> list[Loss]:
-    """Return how much precision the tokens of a run lose: from poor fit of the tokens themselves, and from scales shared with other tokens.
+    """Measure how much precision the tokens of a run lose, because the codec fits them poorly or because they share scales with other
+    tokens.
 
     If ``check_shared_scales`` is False, scales that heads or tokens share are not examined, but scales of the whole run and norms still
     are.
@@ -390,7 +391,7 @@ def small_norm_heads(norms: torch.Tensor) -> torch.Tensor:
 
 
 def measure_small_norms(run: EncodedRun) -> torch.Tensor:
-    """Return the factor by which each token's norm is too small for 8 bits, float32 ``[batch, kv_head, token]``.
+    """Return the factor by which each token's norm is below the smallest 8-bit norm, float32 ``[batch, kv_head, token]``.
 
     It is 0 for raw tokens, for zeros, and in heads for which most tokens are decoded well.
     """

@@ -1,4 +1,4 @@
-"""Check of the installed Triton version. kvpack does not require Triton, because PyTorch installs its own."""
+"""Checks the installed Triton version. kvpack does not depend on the Triton package, because PyTorch installs a matching version."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
     kinds = parser.add_subparsers(title="measurements", metavar="WHAT", required=True)
     io = kinds.add_parser(
         "io",
-        help="time a KV cache to a file and back, compared with files of dense values and a memory copy",
+        help="time saving and loading a KV cache, compared with files of dense values and a memory copy",
         description="Measure how long it takes to save, load and attend to one KV cache, and the steps in between, in one thread, compared "
         "with safetensors, torch.save, pickle, zstd and a memory copy.",
     )
@@ -327,10 +327,10 @@ def run_io(arguments: argparse.Namespace) -> int:
 
 
 def run_quality(arguments: argparse.Namespace) -> int:
-    from kvpack.models import transformers_library
+    from kvpack.models import import_transformers
 
     # Raises a clear error if transformers is missing, before the next line imports it.
-    transformers_library()
+    import_transformers()
     from kvpack.bench import quality, real_model
     from kvpack.formats.errors import InvalidParameter
 

@@ -62,10 +62,10 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     check_output(arguments, arguments.out, arguments.text)
-    from kvpack.models import transformers_library
+    from kvpack.models import import_transformers
 
     # Raises a clear error if transformers is missing, before the next line imports it.
-    transformers_library()
+    import_transformers()
     from kvpack.tuning import calibrate
 
     settings = calibrate.CalibrationSettings(

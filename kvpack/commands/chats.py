@@ -22,7 +22,7 @@ def chosen_device(arguments: argparse.Namespace) -> str:
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise InvalidParameter("--device is cuda, but PyTorch finds no CUDA device: omit --device to use the CPU")
+        raise InvalidParameter("--device is cuda, but PyTorch found no CUDA device: omit --device to use the CPU")
     return str(device)
 
 

@@ -238,7 +238,7 @@ def _advice(packages: list[dict[str, Any]], kernels: dict[str, str], checks: lis
         advice.append(f"KVPACK_KERNELS={forced} selects the kernels: unset it to use the fastest ones on each device")
     has_cuda = any(check["name"].startswith(_FILES_ON) and check["name"] != f"{_FILES_ON}the CPU" for check in checks)
     if kernels and not has_cuda:
-        advice.append("PyTorch finds no CUDA device: on a machine that has one, install PyTorch for CUDA (https://pytorch.org)")
+        advice.append("PyTorch found no CUDA device: on a machine that has one, install PyTorch for CUDA (https://pytorch.org)")
     for package in packages:
         if package["ok"] or (package["name"] == "triton" and (not has_cuda or "Triton kernels" in kernels.get("cuda", ""))):
             continue

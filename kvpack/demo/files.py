@@ -29,7 +29,7 @@ from kvpack import Cache, cache_names
 from kvpack.coding.encoding import Progress, suppress_rounding_warnings
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.errors import WriteFailed
-from kvpack.models import BOS, demo_text, load_model, transformers_library
+from kvpack.models import BOS, demo_text, import_transformers, load_model
 from kvpack.output import bytes_text, print_table, printable, step_counter
 from kvpack.runtime.modes import one_thread
 
@@ -46,7 +46,7 @@ _KEY_LINE = re.compile(rb"\[\[key (\w{6}) = (\w{8})\]\]")
 
 
 def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Write one file per recipe, and read each in a new process. Returns sizes, errors, answers and times as JSON values.
+    """Write one file per recipe, and read each file in a new process. Returns sizes, errors, answers and times as JSON values.
 
     If ``out`` is set, the files are kept in this folder. ``progress`` counts files written and read. Raises InvalidParameter for an invalid
     recipe, and KvpackError if transformers is not installed or a reader fails.
@@ -78,7 +78,7 @@ def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | 
 
 def prefill(prompt: bytes) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the keys and values of each layer after BOS and ``prompt``, each float32 ``[1, kv_head, token, dim]``."""
-    transformers = transformers_library()
+    transformers = import_transformers()
     model, cache = load_model(), transformers.DynamicCache()
     with torch.inference_mode():
         model(torch.tensor([[BOS, *prompt]]), **cache_names.cache_argument(model, cache))
@@ -212,7 +212,7 @@ def _mean_cosine(originals: Sequence[torch.Tensor], decoded: Sequence[torch.Tens
 
 
 def _as_cache(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    return transformers_library().DynamicCache(pairs)
+    return import_transformers().DynamicCache(pairs)
 
 
 def _file_name(recipe: str) -> str:

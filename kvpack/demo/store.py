@@ -18,7 +18,7 @@ import kvpack
 from kvpack import cache_names
 from kvpack.coding.encoding import Progress
 from kvpack.coding.recipes import parse_recipe
-from kvpack.models import BOS, demo_text, load_model, transformers_library
+from kvpack.models import BOS, demo_text, import_transformers, load_model
 from kvpack.output import print_table
 from kvpack.runtime.modes import one_thread
 from kvpack.store.redaction import redacted_location
@@ -36,7 +36,7 @@ def run(location: str, recipe: str = RECIPE, *, progress: Progress | None = None
     ``progress`` counts processes. Raises InvalidParameter for an invalid recipe, and KvpackError if transformers is not installed or a
     process fails.
     """
-    transformers_library()
+    import_transformers()
     parse_recipe(recipe)
     rows = []
     for number, name in enumerate(PROCESSES):
@@ -62,7 +62,7 @@ def load_or_prefill(location: str, recipe: str) -> dict[str, Any]:
         # The model needs a token to continue from, so the last one is never loaded from the store.
         loaded, cache = store.load(prompt[:-1])
         if cache is None:
-            dense = transformers_library().DynamicCache()
+            dense = import_transformers().DynamicCache()
             model(torch.tensor([prompt[:-1]]), **cache_names.cache_argument(model, dense))
             store.save(prompt[:-1], kvpack.pack(dense, recipe))
             # Continue from the stored bytes, so that all processes produce the same tokens.

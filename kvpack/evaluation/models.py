@@ -1,4 +1,4 @@
-"""Texts for measurements, as token ids, and the number, sizes and positions of windows, within the limits of a model and a text."""
+"""Texts for measurements, as token ids, and windows of these texts, whose number and sizes the model and the text limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparison of a model's predictions with an uncompressed cache and over packed files, in windows of text."""
+"""Compares a model's predictions over packed files with its predictions over an uncompressed cache, in windows of text."""
 
 from __future__ import annotations
 

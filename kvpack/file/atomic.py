@@ -94,7 +94,7 @@ def replace_file(
 ) -> int:
     """Replace the file ``path`` with a new one that ``write(descriptor)`` fills. Returns the result of ``write``.
 
-    The new file has mode 0600. Until it is renamed to ``path``, it is locked, by which ``remove_abandoned`` recognizes files of live
+    The new file has mode 0600. Until it is renamed to ``path``, it is locked, so that ``remove_abandoned`` recognizes files of live
     writers. By default, it is created in the folder of ``path``, and the files of dead writers in this folder are removed first. As with
     ``open``, symbolic links are followed, and the file gets the mode of the file that it replaces, or the umask's mode.
 
@@ -263,7 +263,7 @@ def _check_writable(where: str, target: str) -> None:
 
 
 def _set_mode(descriptor: int, target: str, folder: str) -> None:
-    """Give a new file the mode, owner and group of the file that it replaces. Without such a file, its mode is the umask's."""
+    """Give a new file the mode, owner and group of the file that it replaces. If it replaces none, the umask determines its mode."""
     try:
         old = os.stat(target)
     except OSError:

@@ -53,7 +53,7 @@ def check(where: str, value: Any, rule: Rule) -> None:
         if value < low:
             raise InvalidHeader(f"{where} is {value}, expected at least {low}")
         if high is not None and value > high:
-            raise LimitExceeded(f"{where} is {value}, but must be at most {high}")
+            raise LimitExceeded(f"{where} is {value}, expected at most {high}")
         return
     if high is not None:
         try:
@@ -61,7 +61,7 @@ def check(where: str, value: Any, rule: Rule) -> None:
         except UnicodeEncodeError:
             raise InvalidHeader(f"{where} is {value!r}, which UTF-8 cannot encode") from None
         if size > high:
-            raise LimitExceeded(f"{where} has {size} {'bytes' if kind in (str, bytes) else 'entries'}, but may have at most {high}")
+            raise LimitExceeded(f"{where} has {size} {'bytes' if kind in (str, bytes) else 'entries'}, but the maximum is {high}")
     if choices and value not in choices:
         raise InvalidHeader(f"{where} is {value!r}, expected one of {', '.join(choices)}")
     if each is not None and kind is dict:

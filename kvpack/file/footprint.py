@@ -1,8 +1,8 @@
 """An upper bound on the memory for reading a file, which is compared with ``memory_limit``.
 
 ``memory_limit`` covers the file's bytes, its decoded tensors, and everything else that is allocated by opening, verifying, attending,
-unpacking and slicing (tables, copies, Python objects), except the tensors that these return. Allocations of up to ``FREE_BYTES`` are not
-counted. The interpreter, the tiles being decoded, and codec tables cached for all files take at most ``CONSTANT_BYTES`` more, plus
+unpacking and slicing (tables, copies, Python objects), except the tensors that these operations return. Allocations of up to ``FREE_BYTES``
+are not counted. The interpreter, the tiles being decoded, and codec tables cached for all files take at most ``CONSTANT_BYTES`` more, plus
 ``THREAD_BYTES`` for each PyTorch thread after the first.
 """
 

@@ -124,7 +124,7 @@ def make_front(header: Header) -> Front:
     front = _build_front(header, pack_header(header))
     length = len(front.text) - LENGTH_BYTES
     if length > MAX_JSON_BYTES:
-        raise LimitExceeded(f"the JSON header has {length} bytes, but may have at most {MAX_JSON_BYTES}")
+        raise LimitExceeded(f"the JSON header has {length} bytes, but the maximum is {MAX_JSON_BYTES}")
     return front
 
 
@@ -150,7 +150,7 @@ def _build_front(header: Header, tensor: bytes) -> Front:
     json += b" " * (-(LENGTH_BYTES + len(json)) % DATA_ALIGNMENT)
     front = Front(len(json).to_bytes(LENGTH_BYTES, "little") + json, tensor, places, LENGTH_BYTES + len(json) + end)
     if front.file_bytes > MAX_FILE_BYTES:
-        raise LimitExceeded(f"the file has {front.file_bytes} bytes, but may have at most {MAX_FILE_BYTES}")
+        raise LimitExceeded(f"the file has {front.file_bytes} bytes, but the maximum is {MAX_FILE_BYTES}")
     return front
 
 
@@ -177,7 +177,7 @@ def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header,
     if version and int(version[1]) > FORMAT:
         raise UnsupportedVersion(newer_format_message(int(version[1])))
     if length > MAX_JSON_BYTES:
-        raise LimitExceeded(f"the JSON header has {length} bytes, but may have at most {MAX_JSON_BYTES}")
+        raise LimitExceeded(f"the JSON header has {length} bytes, but the maximum is {MAX_JSON_BYTES}")
     start = LENGTH_BYTES + length
     if start > size:
         raise Truncated(f"the file has {size} bytes, but its JSON header ends at byte {start}: {COPY_AGAIN}")
@@ -402,7 +402,7 @@ def unpack_header(data: bytes) -> Any:
 def check_header_size(size: int) -> None:
     """Raise LimitExceeded if kvpack.header is larger than the format allows. ``size`` is in bytes."""
     if size > MAX_HEADER_BYTES:
-        raise LimitExceeded(f"kvpack.header has {size} bytes, but may have at most {MAX_HEADER_BYTES}")
+        raise LimitExceeded(f"kvpack.header has {size} bytes, but the maximum is {MAX_HEADER_BYTES}")
 
 
 def _parse_codec(where: str, params: Any) -> tuple[Codec, bool]:

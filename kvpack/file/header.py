@@ -166,7 +166,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """The contents of a file, before its tensors are stored.
+    """The fields of a header, except for the list of stored tensors.
 
     ``model`` identifies the model, and ``recipe`` is informative. ``start`` is the first position of the range that all layers share, and
     ``starts`` are the first positions of the layers. Readers ignore unknown ``ignorable`` features but keep them. An unknown ``required``
@@ -267,7 +267,7 @@ class Contents:
 
     @cached_property
     def _first_uses(self) -> dict[tuple[int, str], SideEntry]:
-        """For each distinct header entry of keys or values: the first (layer, side) that has it.
+        """First (layer, side) that has each distinct header entry of keys or values.
 
         Most layers have equal entries, so each distinct entry is checked only once.
         """
@@ -306,7 +306,7 @@ class Contents:
 
     @cached_property
     def streams(self) -> dict[SideEntry, dict[str, Layout]]:
-        """For each distinct header entry of keys or values: the layouts of its tensors by stream name, in file order."""
+        """Layouts of the tensors of each distinct header entry of keys or values, by stream name and in file order."""
         result = {}
         for side in self._first_uses.values():
             result[side] = side_tensors(self.codecs[side.codec], side)

@@ -44,7 +44,7 @@ def parse_hidden_ranges(data: bytes, batch: int, start: int, stop: int) -> tuple
     for number, token_range in enumerate(hidden):
         where = f"{_PLACE}: record {number}"
         if token_range.row >= batch:
-            raise InvalidHeader(f"{where} is about sequence {token_range.row}, but the file has {batch} sequences")
+            raise InvalidHeader(f"{where} refers to sequence {token_range.row}, but the file has {batch} sequences")
         if not start <= token_range.start < token_range.stop <= stop:
             positions = f"[{token_range.start}:{token_range.stop}]"
             raise InvalidHeader(f"{where} covers positions {positions}, expected a range within [{start}:{stop}]")

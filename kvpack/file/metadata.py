@@ -1,4 +1,4 @@
-"""The ignorable feature ``metadata``: texts and numbers that kvpack stores but does not interpret (spec/container.md)."""
+"""The ignorable feature ``metadata``: strings and numbers that kvpack stores but does not interpret (spec/container.md)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Value = str | int | float
 
 
 def to_bytes(metadata: Any) -> bytes:
-    """Return the feature's data for ``metadata``, a dict of texts, 64-bit integers and finite floats by name.
+    """Return the feature's data for ``metadata``, a dict of strings, 64-bit integers and finite floats by name.
 
-    Raises InvalidParameter for any other type or value, and LimitExceeded for too many entries or for names or texts that are too long.
+    Raises InvalidParameter for any other type or value, and LimitExceeded for too many entries or for names or strings that are too long.
     """
     if not isinstance(metadata, Mapping):
         raise InvalidType(f"metadata is a {type(metadata).__name__}, expected a dict such as {{'title': 'a manual', 'version': 3}}")
@@ -91,4 +91,4 @@ def _utf8(where: str, text: str, limit: int) -> bytes:
 
 def _check_limit(where: str, size: int, name: str, limit: int) -> None:
     if size > limit:
-        raise LimitExceeded(f"{where} has {size} {name}, but may have at most {limit}")
+        raise LimitExceeded(f"{where} has {size} {name}, but the maximum is {limit}")

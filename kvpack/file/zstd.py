@@ -40,7 +40,7 @@ def decompress_frame(name: str, stored: memoryview, size: int, *, checksums: boo
             raise InvalidPayload(f"{name}: the zstd frame declares {frame.content_size} bytes, but the shape needs {size}")
         if frame.window_size > MAX_WINDOW_BYTES:
             window = frame.window_size
-            raise InvalidPayload(f"{name}: the zstd frame has a window of {window} bytes, but may have at most {MAX_WINDOW_BYTES}")
+            raise InvalidPayload(f"{name}: the zstd frame has a window of {window} bytes, but the maximum is {MAX_WINDOW_BYTES}")
         if frame.dict_id:
             raise InvalidPayload(f"{name}: the zstd frame needs the dictionary {frame.dict_id}, but dictionaries are not allowed")
         if checksums and not frame.has_checksum:

@@ -199,7 +199,7 @@ _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 def _batch_digests(tensors: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype, max_values: int) -> dict[int, str]:
-    """Return the ``tensor_digest`` of each tensor, by number. ``tensors`` contains (number, tensor) pairs.
+    """Return the ``tensor_digest`` of each tensor, by index. ``tensors`` contains (index, tensor) pairs.
 
     The tensors must be on the same device and have the same item size. Values are read as integers of ``dtype``.
     """

@@ -120,7 +120,7 @@ class _DeviceDigests:
         self._memories = []
 
     def digest_texts(self) -> dict[int, str]:
-        """Return the ``tensor_digest`` of each tensor by number."""
+        """Return the ``tensor_digest`` of each tensor, by index."""
         import torch
 
         if not self._texts:

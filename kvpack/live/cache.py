@@ -23,7 +23,7 @@ from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.identity.arguments import ModelArgument, model_fields
 from kvpack.runtime.modes import float32_no_grad
 
-from .layer import LiveLayer, check_windows, empty_layer, live_layer
+from .layer import LiveLayer, check_windows, create_live_layer, empty_layer
 from .operators import Tickets
 from .steps import CpuSteps, TritonSteps
 
@@ -50,7 +50,7 @@ class LiveCache:
     Args:
         recipe: The recipe, in any form that ``pack`` accepts.
         layers: Number of layers.
-        sliding_windows: Window of each layer in tokens, or None for full attention. Tokens that no later query sees are dropped.
+        sliding_windows: Window of each layer in tokens, or None for full attention. Tokens to which no later query attends are dropped.
         model: The model, in any form that ``pack`` accepts. ``freeze`` records it.
 
     Raises:
@@ -496,6 +496,6 @@ class LiveCache:
         return live
 
     def _create_layer(self, layer_index: int, layer: Layer) -> LiveLayer:
-        created = live_layer(layer, layer_index, self.sliding_windows[layer_index], self.start)
+        created = create_live_layer(layer, layer_index, self.sliding_windows[layer_index], self.start)
         created.keeps_past = layer_index in self._kept
         return created

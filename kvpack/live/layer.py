@@ -27,8 +27,8 @@ class LiveLayer:
     """A growing layer: an immutable layer, followed by the tokens that ``update`` adds.
 
     ``window`` is the number of tokens encoded together, ``newest`` is the number of tokens that stay raw, and ``room`` is the capacity of
-    the raw tail. With a ``sliding_window``, tokens that no later query sees are dropped. ``name`` identifies the layer in error messages.
-    ``start`` is the position of the cache's first token.
+    the raw tail. With a ``sliding_window``, tokens to which no later query attends are dropped. ``name`` identifies the layer in error
+    messages. ``start`` is the position of the cache's first token.
     """
 
     def __init__(self, layer: Layer, window: int, newest: int, room: int, sliding_window: int | None, name: str, start: int = 0) -> None:
@@ -44,7 +44,7 @@ class LiveLayer:
         self._one_side = next(iter(self.sides.values()))
         self._defer({})
         self.keeps_past = False
-        """True if tokens that no later query sees are kept until ``truncate``."""
+        """True if tokens to which no later query attends are kept until ``truncate``."""
         self.version = 0
         """Counter that changes with everything that prepared attention calls depend on: the packed runs and the tail's buffers."""
 
@@ -324,7 +324,7 @@ class LiveLayer:
             raise
 
     def _count_unseen(self, raw: int) -> int:
-        """Return the number of tokens in the layer that no later query sees. ``raw`` is the number of tokens in the tail."""
+        """Return the number of tokens in the layer to which no later query attends. ``raw`` is the number of tokens in the tail."""
         return 0 if self.sliding_window is None else max(0, self.older_tokens + raw - self.sliding_window)
 
     def _drop_unseen(self) -> None:
@@ -439,7 +439,7 @@ def empty_layer(recipe: Recipe, layer_index: int, layers: int, k: torch.Tensor |
     return Layer(sides["k"], sides["v"])
 
 
-def live_layer(layer: Layer, layer_index: int, sliding_window: int | None, start: int) -> LiveLayer:
+def create_live_layer(layer: Layer, layer_index: int, sliding_window: int | None, start: int) -> LiveLayer:
     """Create a live layer that continues ``layer``. The cache begins at position ``start``."""
     group = math.lcm(*(side.codec.group_tokens for side in layer.sides.values()))
     windows = [side.window for side in layer.sides.values() if side.window]

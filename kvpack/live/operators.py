@@ -1,4 +1,4 @@
-"""Custom operators with which compiled code updates live caches and attends to them. ``torch.compile`` sees only output shapes.
+"""Custom operators with which compiled code updates live caches and attends to them. ``torch.compile`` knows only their output shapes.
 
 Each call receives a *ticket*, a tensor that contains the cache's number, and returns the layer's next ticket. Because each call depends on
 the previous one, a compiler does not drop, merge or reorder calls, and code compiled for one cache works for another. Tickets are in CPU

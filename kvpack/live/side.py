@@ -38,7 +38,7 @@ class OpenPage:
         streams = {name: torch.zeros(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device=device) for name, entry in layout.items()}
         return OpenPage(codec, capacity, streams)
 
-    def write(self, streams: Mapping[str, torch.Tensor], start: int, tokens: int) -> None:
+    def append(self, streams: Mapping[str, torch.Tensor], start: int, tokens: int) -> None:
         """Append tokens ``[start, start + tokens)`` of ``streams``. ``start`` and ``tokens`` must be multiples of the token group."""
         for name, entry in self.codec.row_layouts.items():
             row, first, count = self.filled // entry.tokens_per_row, start // entry.tokens_per_row, -(-tokens // entry.tokens_per_row)
@@ -192,7 +192,7 @@ class LiveSide:
                     self._open.append(OpenPage.allocate(self.codec, self.batch, self.heads, self._capacity(), self.tail.device))
                 page = self._open[-1]
                 count = min(tokens - start, page.capacity - page.filled)
-                page.write(streams, start, count)
+                page.append(streams, start, count)
                 start += count
                 self.packed_tokens = before + start
 

@@ -35,7 +35,7 @@ from .expiry import limit_ttl
 from .pins import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
 from .redis_client import FRONTS_BYTES, RedisClient
 from .redis_count import MAX_PAGES, EntryCount, RedisDescriptions, list_pages
-from .redis_replies import byte_strings, bytes_check, integer, parse_set_reply
+from .redis_replies import byte_strings, integer, make_bytes_check, parse_set_reply
 from .redis_scripts import ENTRY, HOLDS, LEASE, PINS
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class Redis(SingleTierBackend):
         at_once = min(_KEYS_AT_ONCE, max(1, _BYTES_AT_ONCE // (max_bytes + 1)))
         for part in _split_into_batches(requested, at_once):
             values = self._client.send_all(
-                "get", [(bytes_check(max_bytes + 1), "GETRANGE", ENTRY + keys[index], 0, max_bytes) for index in part]
+                "get", [(make_bytes_check(max_bytes + 1), "GETRANGE", ENTRY + keys[index], 0, max_bytes) for index in part]
             )
             for index, value in zip(part, values, strict=False):
                 result[index] = FoundEntry(value, 0) if value else None
@@ -176,7 +176,7 @@ class Redis(SingleTierBackend):
             long_fronts = [index for index, end in enumerate(ends) if end > count]
             remainders: list[bytes | None] = []
             for group in batches([(n, ends[n] - count) for n in long_fronts], len(part), _BYTES_AT_ONCE):
-                commands = [(bytes_check(ends[n]), "GETRANGE", ENTRY + part[n], count, ends[n] - 1) for n in group]
+                commands = [(make_bytes_check(ends[n]), "GETRANGE", ENTRY + part[n], count, ends[n] - 1) for n in group]
                 replies = self._client.send_all("get", commands)
                 remainders += replies or [None] * len(group)
             parts = {index: [looked[index][1]] for index, end in enumerate(ends) if 0 < end <= count}
@@ -445,7 +445,7 @@ class Redis(SingleTierBackend):
         for group in batches([(at, stop - begin) for at, (_, begin, stop) in enumerate(ranges)], _KEYS_AT_ONCE, _BYTES_AT_ONCE):
             requests = [ranges[at] for at in group]
             commands: list[Command] = [
-                (bytes_check(stop - begin), "GETRANGE", ENTRY + keys[index], begin, stop - 1) for index, begin, stop in requests
+                (make_bytes_check(stop - begin), "GETRANGE", ENTRY + keys[index], begin, stop - 1) for index, begin, stop in requests
             ]
             values = self._client.send_all("get", commands)
             for (index, begin, stop), value in zip(requests, values, strict=False):

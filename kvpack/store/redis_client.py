@@ -20,14 +20,14 @@ from .entry_kind import FRONT_BYTES
 from .options import check_seconds
 from .redis_page_scripts import DESCRIBE, MISSING, RECOUNT, SUM, TOTALS
 from .redis_replies import (
-    fronts_check,
     integer,
-    integers_check,
     key_list,
+    make_fronts_check,
+    make_integers_check,
+    make_put_results_check,
     parse_count_page,
     parse_entry_page,
     parse_totals,
-    put_results_check,
     sum_progress,
     two_integers,
 )
@@ -50,11 +50,11 @@ _SCRIPTS = {
 FRONTS_BYTES = 64 * 1024
 """Maximum number of bytes of an entry in a reply from the script that returns fronts. Most headers are smaller."""
 _REPLY_CHECKS: dict[str, Callable[[Any], Any]] = {
-    "put": put_results_check(FRONT_BYTES),
-    "room": integers_check(4),
+    "put": make_put_results_check(FRONT_BYTES),
+    "room": make_integers_check(4),
     "touch": integer,
     "delete": key_list,
-    "fronts": fronts_check(FRONTS_BYTES),
+    "fronts": make_fronts_check(FRONTS_BYTES),
     "list": parse_entry_page,
     "size": two_integers,
     "count": parse_count_page,

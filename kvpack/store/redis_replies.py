@@ -30,12 +30,12 @@ def integer(reply: Any) -> int:
     return reply
 
 
-def integers_check(count: int) -> Callable[[Any], list[int]]:
+def make_integers_check(count: int) -> Callable[[Any], list[int]]:
     """Return a check that accepts only a list of ``count`` integers."""
     return lambda reply: [integer(item) for item in _check_list(reply, f"{count} integers", count)]
 
 
-def bytes_check(max_bytes: int) -> Callable[[Any], bytes]:
+def make_bytes_check(max_bytes: int) -> Callable[[Any], bytes]:
     """Return a check that accepts at most ``max_bytes`` bytes."""
 
     def check(reply: Any) -> bytes:
@@ -63,9 +63,9 @@ def key_list(reply: Any) -> list[bytes]:
     return result
 
 
-def fronts_check(max_bytes: int) -> Callable[[Any], list[Any]]:
+def make_fronts_check(max_bytes: int) -> Callable[[Any], list[Any]]:
     """Return a check that accepts only a number, followed for each entry by an error, or by its size and at most ``max_bytes`` bytes."""
-    check_bytes = bytes_check(max_bytes)
+    check_bytes = make_bytes_check(max_bytes)
 
     def check(reply: Any) -> list[Any]:
         found = _check_list(reply, "a number, then sizes and bytes")
@@ -81,7 +81,7 @@ def fronts_check(max_bytes: int) -> Callable[[Any], list[Any]]:
 
 def two_integers(reply: Any) -> list[int]:
     """Return the reply, which must be a list of two integers, or [-1]."""
-    return reply if reply == [-1] and type(reply[0]) is int else integers_check(2)(reply)
+    return reply if reply == [-1] and type(reply[0]) is int else make_integers_check(2)(reply)
 
 
 def sum_progress(reply: Any) -> int:
@@ -104,7 +104,7 @@ def parse_set_reply(reply: Any) -> bool:
     return reply is not None
 
 
-def put_results_check(front_bytes: int) -> Callable[[Any], list[Any]]:
+def make_put_results_check(front_bytes: int) -> Callable[[Any], list[Any]]:
     """Return a check for replies of the script that puts entries.
 
     A reply is -1, or contains the number and size of the evicted entries, a message, and a result for each entry.
@@ -113,7 +113,7 @@ def put_results_check(front_bytes: int) -> Callable[[Any], list[Any]]:
     def result(item: Any) -> Any:
         if type(item) is list:
             _check_list(item, "a front and a size", 2)
-            return bytes_check(front_bytes)(item[0]), integer(item[1])
+            return make_bytes_check(front_bytes)(item[0]), integer(item[1])
         return integer(item)
 
     def check(reply: Any) -> list[Any]:
@@ -121,7 +121,7 @@ def put_results_check(front_bytes: int) -> Callable[[Any], list[Any]]:
             return [-1]
         found = _check_list(reply, "two integers, a message and a list of results", 4)
         results = [result(item) for item in _check_list(found[3], "a list of results")]
-        return [integer(found[0]), integer(found[1]), bytes_check(_MESSAGE_BYTES)(found[2]), results]
+        return [integer(found[0]), integer(found[1]), make_bytes_check(_MESSAGE_BYTES)(found[2]), results]
 
     return check
 
@@ -129,7 +129,7 @@ def put_results_check(front_bytes: int) -> Callable[[Any], list[Any]]:
 def parse_entry_page(reply: Any) -> tuple[bytes, bytes]:
     """Check the reply of a script that lists a page of entries. Returns its cursor and the bytes of its entries."""
     result = _check_list(reply, "a cursor and entries", 2)
-    entries = bytes_check(_PAGE_BYTES)(result[1])
+    entries = make_bytes_check(_PAGE_BYTES)(result[1])
     if len(entries) % LISTED_BYTES:
         raise _unexpected_reply(reply, f"{LISTED_BYTES} bytes for each entry")
     return _cursor(result[0]), entries

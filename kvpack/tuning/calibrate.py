@@ -35,7 +35,7 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.transform import SCOPES, default_chunk
 from kvpack.identity.rope import max_uniform_length
 from kvpack.integrations.transformers.models import Model, identity_for, model_identity
-from kvpack.models import load_model, model_folder, transformers_library
+from kvpack.models import import_transformers, load_model, model_folder
 from kvpack.output import step_counter
 
 from .basis_fit import fit_rows
@@ -372,7 +372,7 @@ def check_basis(basis: Basis, folder: Path) -> None:
 
 
 def _load_weights(folder: Path, dtype: str) -> Any:
-    return transformers_library().AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    return import_transformers().AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 def _identity_in_any_dtype(folder: Path, network: Any) -> dict[str, str]:

@@ -151,7 +151,7 @@ def test_steps_after_an_incomplete_page_find_kernels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "interpret", "message"),
     [
-        ([], "0", "PyTorch finds no CUDA device: specify the compute capability with --capability 80 or"),
+        ([], "0", "PyTorch found no CUDA device: specify the compute capability with --capability 80 or"),
         (["--capability", "90"], "1", "TRITON_INTERPRET is 1: unset it"),
         (["--capability", "91"], "0", "--capability is 91, expected one of 80, 86, 89, 90, 100, 120"),
         (["--dim", "0"], "0", "--dim is 0, expected at least 1"),

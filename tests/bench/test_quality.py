@@ -466,7 +466,7 @@ def test_a_model_with_kvpacks_texts_is_recognized_by_them(tmp_path: Path, capsys
 def test_device_and_offset_are_checked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["bench", "quality", "--model", "demo", "--device", "cuda"]) == 2
-    assert "--device is cuda, but PyTorch finds no CUDA device" in capsys.readouterr().err
+    assert "--device is cuda, but PyTorch found no CUDA device" in capsys.readouterr().err
     assert cli.main(["bench", "quality", "--model", "demo", "--offset", "inf"]) == 2
     assert "--offset is inf" in capsys.readouterr().err
 

@@ -15,7 +15,7 @@ from kvpack import cache_names
 from kvpack.bench import serve, serve_cpu, serve_peers, serve_tables, step_timing
 from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.transformers import KvpackCache
-from kvpack.models import transformers_library
+from kvpack.models import import_transformers
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="shapes for GPUs are too large for the CPU")
 
@@ -141,7 +141,7 @@ def test_shape_is_read_from_a_configuration(tmp_path: Path, monkeypatch: pytest.
     """A sliding-window layer holds no more than its window, and every pass has the positions that follow all tokens."""
     monkeypatch.setattr(serve_cpu, "STEPS", 2)
     _, settings = serve.SHAPES["small"]
-    library = transformers_library()
+    library = import_transformers()
     options = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size": 100}
     library.Gemma3TextConfig(**{**settings, **options}).save_pretrained(tmp_path)
     positions = []
@@ -168,7 +168,7 @@ def test_shape_is_read_from_a_configuration(tmp_path: Path, monkeypatch: pytest.
 def test_dtype_is_read_from_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
     monkeypatch.setattr(serve_cpu, "STEPS", 2)
     _, settings = serve.SHAPES["small"]
-    transformers_library().LlamaConfig(**settings, dtype="float32").save_pretrained(tmp_path)
+    import_transformers().LlamaConfig(**settings, dtype="float32").save_pretrained(tmp_path)
     report = serve.run(str(tmp_path), ["octopus-3"], [(1, 40)], [], 1, None, None, dtype=given)
     assert report["dtype"] == (given or "fp32")
     heads, dim = settings["num_key_value_heads"], settings["head_dim"]
@@ -194,7 +194,7 @@ def test_unknown_dtype_is_refused() -> None:
 
 
 def test_layers_without_attention_are_refused(tmp_path: Path) -> None:
-    transformers_library().Qwen3NextConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]).save_pretrained(
+    import_transformers().Qwen3NextConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]).save_pretrained(
         tmp_path
     )
     with pytest.raises(InvalidParameter, match="linear_attention, but this benchmark draws random keys and values only"):

@@ -56,7 +56,7 @@ def run(pages: int = PAGES, recipes: Sequence[str] = ALL_RECIPES, *, progress: P
     """
     check_size("pages", pages, 1, MAX_PAGES, "pages")
     if not torch.cuda.is_available():
-        raise InvalidParameter("--device is 'cuda', but PyTorch finds no CUDA device: use --device cpu")
+        raise InvalidParameter("--device is 'cuda', but PyTorch found no CUDA device: use --device cpu")
     rows = []
     for done, recipe in enumerate(recipes, 1):
         rows.append(_row(recipe, pages))

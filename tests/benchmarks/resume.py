@@ -19,7 +19,7 @@ from kvpack import cache_names
 from kvpack.bench.serve import DTYPES, PREFIXES, SUFFIX, call_seconds, free_memory, random_model, synchronize
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.errors import InvalidParameter
-from kvpack.models import transformers_library
+from kvpack.models import import_transformers
 from kvpack.output import step_counter
 from kvpack.runtime.modes import one_thread
 from kvpack.store.store import CHUNK_TOKENS
@@ -104,7 +104,7 @@ def _rows(
         model(given, **cache_names.cache_argument(model, past), use_cache=True, logits_to_keep=1).logits.argmax().item()
 
     def compute() -> None:
-        past = transformers_library().DynamicCache(config=model.config)
+        past = import_transformers().DynamicCache(config=model.config)
         logits(past, ids)
         held[:] = [sum(x.nbytes for layer in past.layers for x in _tensors(vars(layer)))]
 

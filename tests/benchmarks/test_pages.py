@@ -29,7 +29,7 @@ def test_the_report_compares_jobs_with_the_kernels(capsys: pytest.CaptureFixture
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is present")
 def test_a_missing_device_is_named() -> None:
-    with pytest.raises(InvalidParameter, match="--device is 'cuda', but PyTorch finds no CUDA device: use --device cpu"):
+    with pytest.raises(InvalidParameter, match="--device is 'cuda', but PyTorch found no CUDA device: use --device cpu"):
         device_pages.run(1)
 
 

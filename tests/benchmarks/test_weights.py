@@ -31,5 +31,5 @@ def test_unmeasurable_settings_are_refused() -> None:
     with pytest.raises(InvalidParameter, match="--model and --shape both name the model"):
         weights.run("x", "small", "cpu")
     if not torch.cuda.is_available():
-        with pytest.raises(InvalidParameter, match="PyTorch finds no CUDA device: use --device cpu"):
+        with pytest.raises(InvalidParameter, match="PyTorch found no CUDA device: use --device cpu"):
             weights.run(None, None, "cuda")

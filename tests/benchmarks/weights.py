@@ -17,7 +17,7 @@ from kvpack.identity import engine_identity
 from kvpack.identity.fingerprint import digest_weights
 from kvpack.identity.modules import list_model_parts
 from kvpack.integrations.transformers.models import name_model
-from kvpack.models import model_folder, transformers_library
+from kvpack.models import import_transformers, model_folder
 from kvpack.output import print_table
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def run(model: str | None, shape: str | None, device: str, *, repeats: int = 5, 
     if model is not None and shape is not None:
         raise InvalidParameter("--model and --shape both name the model to measure: give one of them")
     if device == "cuda" and not torch.cuda.is_available():
-        raise InvalidParameter("--device is 'cuda', but PyTorch finds no CUDA device: use --device cpu")
+        raise InvalidParameter("--device is 'cuda', but PyTorch found no CUDA device: use --device cpu")
     network = random_model(shape, None, device, "bf16") if shape is not None else _loaded(model, device)
     ids = torch.randint(1, min(200, network.config.vocab_size), (1, PROMPT), device=device)
     past = cache_names.output_cache(network(ids, use_cache=True))
@@ -117,7 +117,7 @@ def _forget(path: str) -> None:
 def _loaded(model: str | None, device: str) -> Any:
     with model_folder(model) as folder:
         dtype = "auto" if model is not None else torch.float32
-        return transformers_library().AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
+        return import_transformers().AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
 
 
 def _seconds(call: Callable[[], object], device: str) -> float:

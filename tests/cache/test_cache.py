@@ -337,7 +337,7 @@ def test_errors_name_the_invalid_input(name: str) -> None:
         ({"start": 2**40}, "start is 1099511627776, expected an integer from 0 to"),
         ({"model": {"layers": 32}}, r"model\['layers'\] is of type int, expected str"),
         ({"model": {"name": "\ud800"}}, "which UTF-8 cannot encode"),
-        ({"recipe": LONG_RECIPE}, "recipe has [0-9]+ bytes, but may have at most 4096"),
+        ({"recipe": LONG_RECIPE}, "recipe has [0-9]+ bytes, but the maximum is 4096"),
     ],
     ids=["negative start", "large start", "number", "surrogate", "long recipe"],
 )

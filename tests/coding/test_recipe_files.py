@@ -124,5 +124,5 @@ def test_a_file_that_is_not_regular_is_refused(folder: Path) -> None:
 def test_a_recipe_that_does_not_fit_in_a_header_is_refused(folder: Path) -> None:
     (folder / "long.txt").write_text("kivi-2\n" + "".join(f"layers={number}:k=scalar:b=2,seed={number + 1}\n" for number in range(200)))
     for pack in (lambda: kvpack.pack(values(), "long.txt"), lambda: kvpack.pack(values(), "kivi-2").convert("long.txt")):
-        with pytest.raises(InvalidParameter, match=r"recipe has \d+ bytes, but may have at most 4096"):
+        with pytest.raises(InvalidParameter, match=r"recipe has \d+ bytes, but the maximum is 4096"):
             pack()

@@ -134,7 +134,7 @@ def test_an_invalid_hub_name_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
         pytest.param(
             ["--prompt", "a", "--device", "cuda"],
             2,
-            "PyTorch finds no CUDA device",
+            "PyTorch found no CUDA device",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
         ),
     ],

@@ -260,7 +260,7 @@ def test_a_file_without_layers_can_be_written() -> None:
 
 def test_a_json_header_above_its_limit_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpack.file.front.MAX_JSON_BYTES", 4000)
-    with pytest.raises(LimitExceeded, match="the JSON header has 4088 bytes, but may have at most 4000"):
+    with pytest.raises(LimitExceeded, match="the JSON header has 4088 bytes, but the maximum is 4000"):
         small_file()
 
 
@@ -278,7 +278,7 @@ def test_a_file_above_its_limit_is_not_written() -> None:
     half = side(0, 2**15, batch=65536, heads=65536)
     made = Contents(codecs=(create("raw", 1024, dtype="fp32"),), layers=(LayerEntry(half, None),))
     assert container.file_size(made) == 4096 + 256 + 2**59
-    with pytest.raises(LimitExceeded, match=r"the file has 11529215046068\d+ bytes, but may have at most 1152921504606846975"):
+    with pytest.raises(LimitExceeded, match=r"the file has 11529215046068\d+ bytes, but the maximum is 1152921504606846975"):
         container.file_size(Contents(codecs=made.codecs, layers=(LayerEntry(half, half),)))
 
 
@@ -551,7 +551,7 @@ OTHER_JSON: dict[str, tuple[Callable[[bytes], bytes], type[Exception], str]] = {
     "header tensor above its limit": (
         lambda text: re.sub(rb'("shape":\[|\[0,)\d+\]', rb"\g<1>8388609]", text, count=2),
         LimitExceeded,
-        "8388609 bytes, but may have at most 8388608",
+        "8388609 bytes, but the maximum is 8388608",
     ),
     "header tensor beyond the end": (
         lambda text: re.sub(rb'("shape":\[|\[0,)\d+\]', rb"\g<1>99999]", text, count=2),
@@ -577,7 +577,7 @@ def test_noncanonical_json_headers_are_refused(kind: str) -> None:
     [
         (0, InvalidHeader, "ends at byte 8, expected a multiple of 4096"),
         (4089, InvalidHeader, "ends at byte 4097, expected a multiple of 4096"),
-        (2**24 + 4088, LimitExceeded, f"has 16781304 bytes, but may have at most {MAX_JSON_BYTES}"),
+        (2**24 + 4088, LimitExceeded, f"has 16781304 bytes, but the maximum is {MAX_JSON_BYTES}"),
         (2**64 - 1, LimitExceeded, "has 18446744073709551615 bytes"),
         (2**23 - 8, Truncated, "its JSON header ends at byte 8388608"),
     ],
@@ -649,7 +649,7 @@ BAD_FRAMES = {
     "a dictionary": (b"\x28\xb5\x2f\xfd\x61\x07" + FRAME[5:], "needs the dictionary 7, but dictionaries are not allowed"),
     "a window above the limit": (
         frame_header(24) + struct.pack("<I", len(RAW)) + FRAME[7:],
-        f"has a window of 16777216 bytes, but may have at most {MAX_WINDOW_BYTES}",
+        f"has a window of 16777216 bytes, but the maximum is {MAX_WINDOW_BYTES}",
     ),
     "a reserved bit": (FRAME[:4] + bytes([FRAME[4] | 8]) + FRAME[5:], "expected a single complete zstd frame"),
 }

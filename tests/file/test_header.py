@@ -170,7 +170,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], type[KvpackError], str]
     "model key of bytes": (put("model", {b"name": "a"}), InvalidHeader, r"^a name in model is of type bytes"),
     "recipe number": (put("recipe", 1), InvalidHeader, r"^recipe is of type int"),
     "start below": (put("start", -1), InvalidHeader, r"^start is -1, expected at least 0"),
-    "start above": (put("start", 2**40), LimitExceeded, r"^start is 1099511627776, but must be at most 1099511627775"),
+    "start above": (put("start", 2**40), LimitExceeded, r"^start is 1099511627776, expected at most 1099511627775"),
     "codecs map": (put("codecs", {}), InvalidHeader, r"^codecs is of type dict"),
     "codec list": (put("codecs", 0, []), InvalidHeader, r"^codecs\[0\] is of type list"),
     "unknown codec": (put("codecs", 1, "id", "fractal"), UnknownCodec, r"codec 'fractal' is unknown, expected one of .*group"),
@@ -203,7 +203,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], type[KvpackError], str]
     "codec index above the most codecs": (put(*K, "codec", 4096), InvalidHeader, r"^layers\[0\]\.k\.codec is 4096, but the file has 2"),
     "codec index of 64 bits": (put(*K, "codec", 2**64 - 1), InvalidHeader, r"^layers\[0\]\.k\.codec is 18446744073709551615, but the file"),
     "no batch": (put(*K, "batch", 0), InvalidHeader, r"^layers\[0\]\.k\.batch is 0, expected at least 1"),
-    "batch above the limit": (put(*K, "batch", 65537), LimitExceeded, r"^layers\[0\]\.k\.batch is 65537, but must be at most 65536"),
+    "batch above the limit": (put(*K, "batch", 65537), LimitExceeded, r"^layers\[0\]\.k\.batch is 65537, expected at most 65536"),
     "batch of another type": (put(*K, "batch", 1.0), InvalidHeader, r"^layers\[0\]\.k\.batch is of type float"),
     "heads above the limit": (put(*V, "heads", 65537), LimitExceeded, r"^layers\[0\]\.v\.heads is 65537"),
     "batches differ": (put(*K, "batch", 2), InvalidHeader, r"^layers\[0\]\.k\.batch is 2, but v\.batch is 1"),
@@ -217,7 +217,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], type[KvpackError], str]
     "tail dtype": (put(*K, "tail_dtype", "fp8"), InvalidHeader, r"^layers\[0\]\.k\.tail_dtype is 'fp8', expected one of bf16, fp16, fp32"),
     "tail dtype list": (put(*K, "tail_dtype", []), InvalidHeader, r"^layers\[0\]\.k\.tail_dtype is of type list"),
     "tail below": (put(*K, "tail", -1), InvalidHeader, r"^layers\[0\]\.k\.tail is -1, expected at least 0"),
-    "tail above the limit": (put(*K, "tail", 2**40), LimitExceeded, r"^layers\[0\]\.k\.tail is 1099511627776, but must be at most"),
+    "tail above the limit": (put(*K, "tail", 2**40), LimitExceeded, r"^layers\[0\]\.k\.tail is 1099511627776, expected at most"),
     "window": (put(*K, "window", 33), InvalidHeader, r"^layers\[0\]\.k\.window is 33, expected a multiple of .* 16"),
     "tensors map": (put("tensors", {}), InvalidHeader, r"^tensors is of type dict"),
     "a tensor missing": (remove(*T), InvalidHeader, r"^tensors has 6 entries, expected 7 from the layers and codecs"),
@@ -239,7 +239,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], type[KvpackError], str]
         r"^tensors\[2\]\.stored_bytes is 15, expected 16 for the shape without a filter \(0\.k\.tail\)",
     ),
     "stored bytes negative": (put(*T, 4, -1), InvalidHeader, r"^tensors\[2\]\.stored_bytes is -1, expected at least 0"),
-    "stored bytes above the limit": (put(*T, 4, 2**60), LimitExceeded, r"^tensors\[2\]\.stored_bytes is \d+, but must be at most \d+$"),
+    "stored bytes above the limit": (put(*T, 4, 2**60), LimitExceeded, r"^tensors\[2\]\.stored_bytes is \d+, expected at most \d+$"),
     "expansion": (
         lambda top: top["tensors"][2].__setitem__(slice(3, 5), ["zstd", 0]),
         LimitExceeded,
@@ -421,7 +421,7 @@ def test_msgpack_values_other_than_maps_are_refused(data: bytes) -> None:
 
 
 def test_a_header_above_its_limit_is_refused_before_reading() -> None:
-    with pytest.raises(LimitExceeded, match=rf"has {MAX_HEADER_BYTES + 1} bytes, but may have at most {MAX_HEADER_BYTES}"):
+    with pytest.raises(LimitExceeded, match=rf"has {MAX_HEADER_BYTES + 1} bytes, but the maximum is {MAX_HEADER_BYTES}"):
         parse_header(bytes(MAX_HEADER_BYTES + 1))
 
 
@@ -450,7 +450,7 @@ def test_sizes_of_the_largest_layers_do_not_overflow() -> None:
     largest = side(0, batch=65536, heads=65536, runs=(MAX_TOKENS,))
     made = Contents(codecs=(create("raw", 1024, dtype="fp32"),), layers=(LayerEntry(largest, None),))
     assert layout_bytes(made.layouts["0.k.values"]) == 2**32 * MAX_TOKENS * 4096
-    with pytest.raises(LimitExceeded, match=r"stored_bytes is \d+, but must be at most 1152921504606846975"):
+    with pytest.raises(LimitExceeded, match=r"stored_bytes is \d+, expected at most 1152921504606846975"):
         with_tensors(made)
 
 
@@ -460,25 +460,25 @@ ENTRY = TensorEntry("0.k.values", "F16", (1,), "none", 2, bytes(16))
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Contents(codecs=(create("raw", 4),) * 4097, layers=()), "codecs has 4097 entries, but may have at most 4096"),
-        (lambda: Contents(codecs=(), layers=(), required=("a",) * 257), "required has 257 entries, but may have at most 256"),
-        (lambda: Contents(codecs=(), layers=(LayerEntry(None, None),) * 4097), "layers has 4097 entries, but may have at most 4096"),
+        (lambda: Contents(codecs=(create("raw", 4),) * 4097, layers=()), "codecs has 4097 entries, but the maximum is 4096"),
+        (lambda: Contents(codecs=(), layers=(), required=("a",) * 257), "required has 257 entries, but the maximum is 256"),
+        (lambda: Contents(codecs=(), layers=(LayerEntry(None, None),) * 4097), "layers has 4097 entries, but the maximum is 4096"),
         (
             lambda: Contents(codecs=(), layers=(), model=dict.fromkeys(map(str, range(257)), "")),
-            "model has 257 entries, but may have at most 256",
+            "model has 257 entries, but the maximum is 256",
         ),
         (
             lambda: Contents(codecs=(), layers=(), ignorable={"a": bytes(65537)}),
-            r"ignorable\['a'\] has 65537 bytes, but may have at most 65536",
+            r"ignorable\['a'\] has 65537 bytes, but the maximum is 65536",
         ),
         (
             lambda: Header.from_contents(Contents(codecs=(), layers=()), (ENTRY,) * (2**17 + 1)),
-            "tensors has 131073 entries, but may have at most 131072",
+            "tensors has 131073 entries, but the maximum is 131072",
         ),
-        (lambda: side(0, runs=(1,) * (2**17 + 1)), "runs has 131073 entries, but may have at most 131072"),
+        (lambda: side(0, runs=(1,) * (2**17 + 1)), "runs has 131073 entries, but the maximum is 131072"),
         (
             lambda: pack_header(with_tensors(Contents(codecs=(), layers=(), ignorable={str(i): bytes(65536) for i in range(128)}))),
-            r"kvpack.header has 8\d{6} bytes, but may have at most 8388608",
+            r"kvpack.header has 8\d{6} bytes, but the maximum is 8388608",
         ),
     ],
     ids=["codecs", "required", "layers", "names", "binary", "tensors", "runs", "header"],

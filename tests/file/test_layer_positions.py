@@ -149,7 +149,7 @@ def test_equal_layer_positions_need_no_feature(tmp_path: Path) -> None:
 def test_invalid_layer_positions_are_not_written(tmp_path: Path) -> None:
     cache = sliding()
     far = replace(cache, layers=(replace(cache[0], skipped=2**40 - 5),))
-    with pytest.raises(LimitExceeded, match=r"the first position of layers\[0\] is 1099511627776, but must be at most 1099511627775"):
+    with pytest.raises(LimitExceeded, match=r"the first position of layers\[0\] is 1099511627776, expected at most 1099511627775"):
         kvpack.save(far, tmp_path / "cache.kvpack")
     assert list(tmp_path.iterdir()) == []
 
@@ -196,9 +196,9 @@ def test_attention_after_dropped_tokens_needs_a_window_that_is_stored(queries: i
         torch.testing.assert_close(found, expected)
     held = r"the layer has only tokens \[48:70\] of its cache, but "
     for options, message in (
-        ({}, f"the query at token {70 - queries} sees all earlier tokens: pass"),
-        ({"causal": False}, f"the query at token {70 - queries} sees all earlier tokens"),
-        ({"sliding_window": largest + 1}, f"the query at token {70 - queries} sees {largest + 1} tokens"),
+        ({}, f"the query at token {70 - queries} attends to all earlier tokens: pass"),
+        ({"causal": False}, f"the query at token {70 - queries} attends to all earlier tokens"),
+        ({"sliding_window": largest + 1}, f"the query at token {70 - queries} attends to {largest + 1} tokens"),
         ({"sliding_window": 4, "lengths": [20]}, "lengths= counts from the cache's first token"),
     ):
         with pytest.raises(InvalidParameter, match=held + message):

@@ -61,7 +61,7 @@ def test_rows_keep_their_offsets() -> None:
     [
         ((-12, 3), InvalidHeader, r"offsets for 2 sequences, but layers\[0\]\.k has 1"),
         ((-TOKENS - 1,), InvalidHeader, r"32 \+ ignorable\['position-offsets'\]\[0\] is -1, expected at least 0"),
-        ((2**40,), LimitExceeded, "but must be at most"),
+        ((2**40,), LimitExceeded, "expected at most"),
     ],
 )
 def test_invalid_offsets_are_refused(

@@ -196,7 +196,7 @@ def test_hidden_tokens_are_checked_as_specified() -> None:
 
     assert read((0, 3, 4), (0, 5, 9), (1, 3, 9)) == ((0, 3, 4), (0, 5, 9), (1, 3, 9))
     for stretches, message in (
-        ([(2, 3, 4)], "record 0 is about sequence 2, but the file has 2"),
+        ([(2, 3, 4)], "record 0 refers to sequence 2, but the file has 2"),
         ([(0, 2, 4)], r"positions \[2:4\], expected a range within \[3:9\]"),
         ([(0, 3, 10)], r"positions \[3:10\], expected a range within \[3:9\]"),
         ([(0, 4, 4)], r"positions \[4:4\], expected a range within \[3:9\]"),

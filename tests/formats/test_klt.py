@@ -88,7 +88,7 @@ def test_codes_of_a_short_run_start_at_the_lowest_bit() -> None:
     codes = torch.tensor([0b10_001_000, 0b1_100_011_0, 0b111_110_10, 0b0000_10_01, 0b010_00001, 0b000000_10], dtype=torch.uint8)
     found = {part.width: digits.flatten().tolist() for part, digits in codec.head_codes({"codes": codes.view(1, 1, 1, 6)})}
     assert found == {2: [1, 2, 0, 0, 0, 0, 0, 0], 3: [0, 1, 2, 3, 4, 5, 6, 7], 5: [1, 18, 0, 0, 0, 0, 0, 0]}
-    assert [codec.row_bytes, codec.code_bits] == [6, [255, 255, 255, 0b1111, 255, 0b11]]
+    assert [codec.row_bytes, codec.code_bit_masks] == [6, [255, 255, 255, 0b1111, 255, 0b11]]
     codec.check({"codes": codes.view(1, 1, 1, 6).numpy()}, "x")
     codes[5] |= 4
     with pytest.raises(InvalidPayload, match=r"x.codes: the byte at \[0, 0, 0, 5\] is 6, expected zero bits after the last column"):

@@ -132,7 +132,7 @@ def test_decoding_is_exact_for_any_valid_streams(words: dict[str, str]) -> None:
             streams[name] = block_scales(codec, torch.randint(0, 256, layout.shape, generator=generator), 252).to(torch.uint8)
             scales = streams[name].double() - 127
             powers = torch.exp2(scales) if codec.scale_dtype == "e8m0" else streams[name].view(torch.float8_e4m3fn).double()
-            factor = factor * powers.repeat_interleave(codec.block, -1)[..., :80]
+            factor = factor * powers.repeat_interleave(codec.block_size, -1)[..., :80]
         else:
             scale = torch.exp(3 * torch.randn(layout.shape, generator=generator))
             streams[name] = scale.to(torch.float16 if layout.dtype == "F16" else torch.float32)

@@ -269,8 +269,8 @@ def test_minifloats_are_exact_at_every_position(element: str, converts: bool) ->
 
 
 @needs_triton
-@pytest.mark.parametrize("lowered", [0, 14])
-def test_powers_of_four_scales_are_exact(lowered: int) -> None:
+@pytest.mark.parametrize("exponent_shift", [0, 14])
+def test_powers_of_four_scales_are_exact(exponent_shift: int) -> None:
     """Scales are divided by the largest one, which may be at any position. Others may be equal, barely representable or too small."""
     from kvpack.kernels.bitpack import minifloats
 
@@ -278,8 +278,8 @@ def test_powers_of_four_scales_are_exact(lowered: int) -> None:
     largest = generator.choice([0, 1, 13, 14, 15, 27, 28, 29, 127, 128, 254, 255], (1 << 16, 2, 1))
     scales = np.maximum(0, largest - generator.choice([0, 0, 1, 13, 14, 15, 27, 28, 29, 30, 255], (1 << 16, 2, 4))).astype(np.uint8)
     words = np.ascontiguousarray(scales).view(np.uint32)[..., 0]
-    found = run(minifloats._four_powers_ptx.fn(lowered), words[:, 0], words[:, 1], constraints="=&r,=&r,=&r,=&r,r,r")
-    exponents = scales.astype(np.int32) - scales.max(-1, keepdims=True) + lowered
+    found = run(minifloats._four_powers_ptx.fn(exponent_shift), words[:, 0], words[:, 1], constraints="=&r,=&r,=&r,=&r,r,r")
+    exponents = scales.astype(np.int32) - scales.max(-1, keepdims=True) + exponent_shift
     expected = np.where(exponents >= -14, 2.0**exponents, 0.0)
     for number, register in enumerate(found):
         for half, values in zip(halves(register), expected[..., number].T, strict=True):

@@ -60,7 +60,7 @@ def test_tokens_keep_their_positions_whatever_happens_between_files(data: st.Dat
             if window is not None and live.stored_tokens(0) < min(live.tokens, window):
                 # A crop leaves fewer tokens than the last query sees.
                 assert not whole
-                with pytest.raises(kvpack.InvalidParameter, match=f"the query at token {live.tokens - 1} sees {window} tokens"):
+                with pytest.raises(kvpack.InvalidParameter, match=f"the query at token {live.tokens - 1} attends to {window} tokens"):
                     live.attend(0, q, sliding_window=window)
             else:
                 live.attend(0, q, sliding_window=window)
@@ -87,7 +87,7 @@ def test_a_query_whose_window_was_cropped_is_refused_until_its_tokens_are_back()
     assert live.layer(0).tokens == 72
     live.truncate(167)
     q = torch.randn(1, 4, 1, 64, generator=torch.Generator().manual_seed(0))
-    held = r"the layer has only tokens \[128:167\] of its cache, but the query at token 166 sees 40 tokens"
+    held = r"the layer has only tokens \[128:167\] of its cache, but the query at token 166 attends to 40 tokens"
     with pytest.raises(kvpack.InvalidParameter, match=held):
         live.attend(0, q, sliding_window=40)
     live.update(0, k[:, :, 167:168], v[:, :, 167:168])

@@ -140,7 +140,7 @@ def check_minifloat(codec: Minifloat, x: torch.Tensor, streams: Mapping[str, tor
             unit, lost = streams["global_scale"].double()[..., None], 1 / 16
             scale = codes.view(torch.float8_e4m3fn).double() * unit
             coarse = 6 * 2.0**-10 * unit
-        scale = scale.repeat_interleave(codec.block, -1)[..., : codec.dim]
+        scale = scale.repeat_interleave(codec.block_size, -1)[..., : codec.dim]
     smallest_normal = 2.0 ** (1 - form.bias)
     step = torch.maximum(size * 2.0 ** -(form.fraction_bits + 1), scale * (smallest_normal * 2.0 ** -(form.fraction_bits + 1)))
     saturated = torch.where(size > form.largest * scale, size * lost + coarse, 0.0)

@@ -162,7 +162,7 @@ def random_page(
             if name == "block_scales":
                 numbers = block_scales(codec, numbers)
             elif isinstance(codec, Klt) and name == "codes":
-                numbers = numbers.to(torch.int32).view(-1, codec.row_bytes) & torch.tensor(codec.code_bits)
+                numbers = numbers.to(torch.int32).view(-1, codec.row_bytes) & torch.tensor(codec.code_bit_masks)
             elif name == "channel_order":
                 orders = [source.sample(range(shape[-1]), shape[-1]) for _ in range(math.prod(shape[:-1]))]
                 numbers = torch.tensor(orders, dtype=torch.int32)

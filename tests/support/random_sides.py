@@ -71,7 +71,7 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) ->
         elif name == "values":
             values = torch.randn(layout.shape, generator=generator)
         elif isinstance(codec, Klt) and name == "codes":
-            values = torch.randint(0, 256, layout.shape, generator=generator) & torch.tensor(codec.code_bits)
+            values = torch.randint(0, 256, layout.shape, generator=generator) & torch.tensor(codec.code_bit_masks)
         if name in ("scale", "global_scale"):
             values = values * (1 / largest_product(codec) if codec.id == "minifloat" else 1)
         if name == "norm" and layout.dtype == "U8":

@@ -469,7 +469,7 @@ def test_a_missing_cuda_device_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main([*words, "--device", "cuda"]) == 2
-    assert "--device is cuda, but PyTorch finds no CUDA device: omit --device to use the CPU" in capsys.readouterr().err
+    assert "--device is cuda, but PyTorch found no CUDA device: omit --device to use the CPU" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
 
 

@@ -4,7 +4,7 @@ A block of q4_1 and q5_1 is d * code + m, where m is the block's smallest value 
 (2^bits - 1) / 2 * d, which has more bits. The steps of iq4_nl are unequal, and those of the codec group are equal.
 
 Every layer has one state for its keys and one for its values, uint8 ``[1, token, byte]``, with tokens sorted by position. A state is named
-by its type, such as ``k.q4_1``. If only one of them has such a type, the other is stored in the same way. Layer 0 has the state
+by its type, such as ``k.q4_1``. If only one of the two has such a type, the other is stored in the same way. Layer 0 has the state
 ``token_ids`` if the ids are known. States belong to one position, so such a cache cannot be cut, and no prefix of it can be used.
 
 Source: ggml-common.h of llama.cpp 0c1e57098, ``block_q4_1``, ``block_q5_1`` and ``block_iq4_nl``.

@@ -85,7 +85,7 @@ def export_prompt_cache(
 
     Values are written in their stored dtype if that is bf16, fp16 or fp32. Otherwise, pass ``dtype``, to which values are then rounded.
     ``windows`` maps the number of each sliding-window layer to its window in tokens. Such a layer becomes a ``RotatingKVCache``, and every
-    other layer a ``KVCache``, which keeps all tokens. Texts and numbers of ``cache.metadata`` are kept as texts. ``progress`` counts
+    other layer a ``KVCache``, which keeps all tokens. Strings and numbers in ``cache.metadata`` are written as strings. ``progress`` counts
     layers.
 
     Raises InvalidParameter if mlx-lm's classes cannot represent the cache: if it does not start at position 0, or if a layer has states,

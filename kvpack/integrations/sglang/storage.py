@@ -196,7 +196,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         _refuse_copying()
 
     def get_stats(self) -> Any:
-        """Return the pages and the GB/s of each call for SGLang's collector of storage metrics, and report kvpack's own counters."""
+        """Return the number of pages and the speed in GB/s of each call, for SGLang's storage metrics, and report kvpack's own counters."""
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         stats = StorageMetrics()

@@ -32,7 +32,7 @@ class AttentionSwitch(ModelChange):
 
     @staticmethod
     def for_model(model: Any) -> Lease[AttentionSwitch] | None:
-        """Return a lease of the switch of ``model``, or None if the user has set the model's attention to "kvpack"."""
+        """Return a lease on the ``AttentionSwitch`` of ``model``, or None if the user has set the model's attention to "kvpack"."""
         outer = outermost_model(model)
         with CHANGES_LOCK:
             if not is_changed(AttentionSwitch, outer) and outer.config.get_text_config(decoder=True)._attn_implementation in NAMES:

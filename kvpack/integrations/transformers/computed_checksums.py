@@ -68,7 +68,7 @@ class ComputedChecksums:
         return len(now) == len(self._seen) and all(seen() is x for seen, x in zip(self._seen, now, strict=True))
 
     def match_rows(self, past: TransformersCache, tokens: int) -> list[int] | None:
-        """For each sequence of ``past``, return the recorded sequence that begins with the same ``tokens`` tokens.
+        """Return, for each sequence of ``past``, the index of the recorded sequence that begins with the same ``tokens`` tokens.
 
         Returns None if a sequence has no match.
         """

@@ -59,7 +59,7 @@ class Hooks(ModelChange):
 
     @staticmethod
     def of(model: torch.nn.Module) -> Lease[Hooks]:
-        """Return a lease of the hooks of ``model``. A wrapper of a transformers model shares the model's hooks."""
+        """Return a lease on the hooks of ``model``. A wrapper of a transformers model shares the model's hooks."""
         return lease(Hooks, next(_models_in(model), model))
 
     def undo(self) -> None:

@@ -252,8 +252,7 @@ def check_continues(live: LiveCache, layer: Any, layer_index: int, following: in
 
 
 def following_layers(layers: Sequence[Any]) -> list[int]:
-    """Return, for each layer, the number of the next layer that receives tokens in a pass. For the last layer, it is the layer's own
-    number.
+    """Return, for each layer, the index of the next layer that receives tokens in a pass. For the last layer, it is the layer's own index.
     """
     packed = [number for number, layer in enumerate(layers) if isinstance(layer, PackedLayer)]
     return [next((after for after in packed if after > number), number) for number in range(len(layers))]

@@ -46,7 +46,7 @@ def is_changed(kind: type[ModelChange], module: Any) -> bool:
 
 
 def lease(kind: type[Change], module: Any) -> Lease[Change]:
-    """Return the lease of the change ``kind(module)``, which is made if it is not in effect yet."""
+    """Return the lease on the change ``kind(module)``, making the change if it is not in effect yet."""
     key = kind, id(module)
     with CHANGES_LOCK:
         known = is_changed(kind, module)

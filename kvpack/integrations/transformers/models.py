@@ -97,7 +97,7 @@ class ExpectedLayers:
 
     @property
     def shared(self) -> list[int]:
-        """Numbers of the layers whose keys and values other layers use too."""
+        """Indices of the layers whose keys and values other layers use too."""
         modes = getattr(self.config, "kv_sharing_modes", None) or []
         return [number for number, mode in enumerate(modes) if mode == "store"]
 

@@ -86,7 +86,7 @@ def changes_since_computed(cache: Cache) -> str:
     return next((text for text in texts if text.endswith(CHANGED)), "")
 
 
-def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:
+def frequency_difference(cache: Cache, prompt: Any, config: Any) -> str:
     """Explain why the same token ids may have different keys in ``cache`` and in ``prompt``. Returns "" if they cannot.
 
     Some RoPE types (dynamic, longrope) choose frequencies based on the sequence length.
@@ -129,7 +129,7 @@ def crop_to_prompt(past: Any, cache: Cache, prompt: Any, config: Any) -> None:
     tokens = 0
     other = changes_since_computed(cache)
     if not other and config is not None:
-        other = other_frequencies(cache, prompt, config)
+        other = frequency_difference(cache, prompt, config)
     if other:
         warnings.warn(f"no tokens of the cache are kept for the prompt: {other}", KvpackWarning, stacklevel=4)
     else:

@@ -1,6 +1,6 @@
 """Analyzes a model's code to find out if it needs dense keys and values.
 
-Packed ones can only be passed to attention, with options that it supports.
+Packed keys and values can only be passed to attention, with options that it supports.
 """
 
 from __future__ import annotations

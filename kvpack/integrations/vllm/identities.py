@@ -1,4 +1,4 @@
-"""Everything on which vLLM's pages depend, except tokens, LoRA names and images, which vLLM's keys cover."""
+"""The identity of vLLM's pages: everything on which they depend, except tokens, LoRA names and images, which vLLM's keys cover."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def check_promotions(tier: Any, view: memoryview, codecs: Mapping[int, Sequence[PageCodec]], cell: int, blocks: int) -> None:
     """Make ``tier`` report a loaded chunk in ``view`` as failed unless it has valid rows of ``codecs`` with the chunk's key.
 
-    ``codecs`` maps vLLM's number of a group to one codec per cell. A chunk consists of cells of ``cell`` bytes. Each cell has ``blocks``
-    rows, at least one of which is present.
+    ``codecs`` maps vLLM's id of a group to one codec per cell. A chunk consists of cells of ``cell`` bytes. Each cell has ``blocks`` rows,
+    at least one of which is present.
     """
     submit, finished = tier.submit_load, tier.get_finished_jobs
     running: dict[int, Any] = {}

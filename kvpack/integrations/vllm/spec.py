@@ -116,7 +116,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
 
     @property
     def codecs_by_group_id(self) -> dict[int, list[PageCodec]]:
-        """The codecs of each offloaded group, by the group's number in vLLM's keys. vLLM also numbers groups that it does not offload."""
+        """The codecs of each offloaded group, by the group's id in vLLM's keys. Groups that vLLM does not offload have ids too."""
         return {group.group_id: codecs for group, codecs in zip(self.config.groups, self.codecs, strict=True)}
 
     def get_worker(self, kv_caches: Any) -> PackedWorker:

@@ -21,7 +21,7 @@ from kvpack.integrations.transformers.models import execution_device
 from kvpack.models import ByteTokenizer
 
 from .quality import REFERENCE
-from .summary import report_table, summary, verdict
+from .summary import MAX_KL, check_max_kl, report_table, summary, verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -81,6 +81,7 @@ def evaluate(
     windows: int | None = None,
     step: int = PASS_TOKENS,
     seed: int = 0,
+    max_kl: float = MAX_KL,
     progress: Progress | None = None,
 ) -> Evaluation:
     """Measure how much recipes degrade a transformers model's predictions on texts.
@@ -100,6 +101,7 @@ def evaluate(
         windows: Number of windows. Defaults to 4, or as many as fit in the texts.
         step: Maximum number of scored tokens per forward pass.
         seed: Seed for the choice of windows.
+        max_kl: The verdict's limit of KL divergence, in nats.
         progress: Called as ``progress(done, total)``, both in steps.
 
     Returns:
@@ -128,6 +130,7 @@ def evaluate(
     seed = as_integer(seed, "seed")
     if not 0 <= seed < MAX_SEED:
         raise InvalidParameter(f"seed is {describe(seed)}, expected an integer from 0 to {MAX_SEED - 1}")
+    check_max_kl(max_kl)
     text_list = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, list | tuple) else []
     if not text_list or not all(isinstance(text, str) for text in text_list):
         raise InvalidType(f"texts is {describe(texts)}, expected a string or a list of strings")
@@ -152,7 +155,7 @@ def evaluate(
         "text": f"{len(words)} {'text' if len(words) == 1 else 'texts'}",
         "twin": None, "offset": None, "inserted": None,
         "basis": None if source is None else {"file": source.where, "digest": source.digest.hex()},
-        "settings": {**sizes, "windows": len(places), "seed": seed},
+        "settings": {**sizes, "windows": len(places), "seed": seed, "max_kl": max_kl},
         "precision": f"{dtype_text(model)} on {execution_device(model).type}",
         "uncompressed_bits": 8 * getattr(torch, dtype_text(model).split()[-1]).itemsize,
         **summary([start for _, start in places], exact, forgotten, None, rows, None if reference is None else _recipe_name(reference)),

@@ -55,7 +55,7 @@ from kvpack.identity.fingerprint import model_name
 from kvpack.models import load_model, model_folder
 
 from . import generated, needles, quality_plot
-from .summary import NeedleAnswer, generation_summary, show, summarize_recall, summary, text_summary
+from .summary import MAX_KL, NeedleAnswer, check_max_kl, generation_summary, show, summarize_recall, summary, text_summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -108,6 +108,7 @@ class QualitySettings:
         device: "cpu" (in float32) or "cuda" (in bfloat16).
         inserted: Text of one token, such as "<|endoftext|>", that replaces the middle token of the packed part of each window.
         others: Names of additional texts, which kvpack includes. The last one is a long document.
+        max_kl: The verdict's limit of KL divergence, in nats.
     """
 
     tokens: int | None = None
@@ -122,6 +123,7 @@ class QualitySettings:
     device: str = "cpu"
     inserted: str | None = None
     others: tuple[str, ...] = OTHER_TEXTS
+    max_kl: float = MAX_KL
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ def run(
         **_modify_keys(network, settings, sample),
         "inserted": settings.inserted,
         "basis": None if given is None else {"file": given.where, "digest": given.digest.hex()},
-        "settings": {**asdict(sizes), "seed": settings.seed, "threads": torch.get_num_threads()},
+        "settings": {**asdict(sizes), "seed": settings.seed, "max_kl": settings.max_kl, "threads": torch.get_num_threads()},
         "precision": _precision_text(network),
         "uncompressed_bits": 8 * network.dtype.itemsize,
         **measurement.run(),
@@ -219,6 +221,7 @@ def _check_settings(settings: QualitySettings, basis: Basis | None) -> None:
     """Raise InvalidParameter if the options conflict, or if the device is missing."""
     if settings.offset is not None and basis is not None:
         raise InvalidParameter("--offset changes the keys, but the basis was calibrated without it: omit --offset or --basis")
+    check_max_kl(settings.max_kl)
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise InvalidParameter("--device is cuda, but PyTorch found no CUDA device: omit --device to measure on the CPU")
 

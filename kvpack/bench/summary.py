@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from kvpack.coding.recipes import parse_recipe
 from kvpack.evaluation.intervals import CONFIDENCE, significantly_less, student_t_interval, wilson_interval
 from kvpack.evaluation.windows import SINK_TOKENS, Comparison, RecipeResult
+from kvpack.formats.arguments import describe
+from kvpack.formats.errors import InvalidParameter
 from kvpack.output import format_count, print_table
 
 if TYPE_CHECKING:
@@ -237,14 +239,15 @@ def _size_cells(row: dict[str, Any]) -> list[str]:
     return [f"{row['bits_per_value']:.2f}", f"{16 / row['bits_per_value']:.2f} x"]
 
 
-_LIMITS = ((0.005, "few tokens change"), (0.05, "some tokens change, so test your own task first"))
-"""Upper limits of KL divergences, and their meaning. By Pinsker's inequality, about sqrt(KL / 2) of the sampled tokens change."""
+MAX_KL = 0.005
+"""Default limit of the verdict. By Pinsker's inequality, at a KL divergence of x up to about sqrt(x / 2) of the sampled tokens change."""
 
 
 def verdict(report: dict[str, Any]) -> list[str]:
     """Return sentences that rate the recipes by needle recall and KL divergence. A recipe's rating depends on the upper end of the
     divergence's interval, on the text for which it is highest.
     """
+    limit = report["settings"]["max_kl"]
     worst: dict[str, float] = {}
     mean: dict[str, float] = {}
     for row in (row for part in (report, *report["others"]) for row in part["recipes"]):
@@ -253,30 +256,36 @@ def verdict(report: dict[str, Any]) -> list[str]:
         mean[row["recipe"]] = max(mean.get(row["recipe"], 0.0), divergence)
     recall = report["uncompressed"]["needles"]
     losing = [row["recipe"] for row in report["recipes"] if recall and row["needles"]["interval"][1] < recall["interval"][0]]
-    lines, left = [], [row["recipe"] for row in report["recipes"] if row["recipe"] not in losing]
-    good = [name for name in left if worst[name] <= _LIMITS[0][0]]
-    for limit, meaning in _LIMITS:
-        names = [name for name in left if worst[name] <= limit]
-        left = [name for name in left if name not in names]
-        if names:
-            share = 100 * math.sqrt(limit / 2)
-            lines.append(f"{', '.join(names)}: {meaning} (KL of at most {limit}, so up to about {share:.0f}% of tokens).")
-    if left:
-        lines.append(f"{', '.join(left)}: many tokens change.")
-    for name in (row["recipe"] for row in report["recipes"] if row["recipe"] not in losing):
-        passed = next((limit for limit, _ in _LIMITS if mean[name] <= limit < worst[name]), None)
-        if passed is not None:
-            measured = f"its mean KL is {mean[name]:.2g}, but the 95% interval ends at {worst[name]:.2g}"
-            lines.append(f"{name}: above {passed} only by its interval ({measured}). More windows narrow it.")
+    left = [row["recipe"] for row in report["recipes"] if row["recipe"] not in losing]
+    good = [name for name in left if worst[name] <= limit]
+    lines = [f"{', '.join(good)}: KL of at most {limit:g}, so {_changed_text(limit)}."] if good else []
+    for name in left:
+        if mean[name] <= limit < worst[name]:
+            lines.append(
+                f"{name}: above {limit:g} only by its interval (its mean KL is {mean[name]:.2g}, but the 95% interval ends at "
+                f"{worst[name]:.2g}). More windows narrow it."
+            )
+        elif name not in good:
+            lines.append(f"{name}: KL of up to {worst[name]:.2g}, so {_changed_text(worst[name])}.")
     if losing:
         lines.append(f"{', '.join(losing)}: significantly fewer needles than with the uncompressed cache.")
     if good:
-        lines.append(f"Verdict: {good[-1]} is good enough: the smallest recipe here that changes few tokens.")
+        lines.append(f"Verdict: {good[-1]} is good enough: the smallest recipe here whose KL is at most {limit:g}.")
     else:
-        lines.append("Verdict: none of these recipes is good enough untested: try kvpack-4 or fp8. lossless changes nothing.")
+        lines.append(f"Verdict: no recipe here has a KL of at most {limit:g}: try kvpack-4, fp8 or lossless, or test your own task.")
     if len(report["uncompressed"]["windows"]) == 1:
         lines.append("One window is only a first look: measure more before you decide.")
     return lines
+
+
+def check_max_kl(value: float) -> None:
+    """Raise InvalidParameter unless ``value``, the limit of the verdict, is a positive number."""
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise InvalidParameter(f"max_kl is {describe(value)}, expected a KL divergence above 0, in nats, such as {MAX_KL}")
+
+
+def _changed_text(divergence: float) -> str:
+    return f"up to about {100 * math.sqrt(min(divergence, 2.0) / 2):.0f}% of tokens change"
 
 
 def show(report: dict[str, Any]) -> None:

@@ -96,6 +96,9 @@ def _add_quality(subparsers: Any) -> None:
         "--reference", default="fp8", metavar="RECIPE", help="also show every divergence as a multiple of this recipe's (default: fp8)"
     )
     quality.add_argument(
+        "--max-kl", type=float, default=0.005, metavar="X", help="the verdict's limit of KL divergence, in nats (default: 0.005)"
+    )
+    quality.add_argument(
         "--needles",
         type=int,
         metavar="N",
@@ -343,7 +346,7 @@ def run_quality(arguments: argparse.Namespace) -> int:
     settings = quality.QualitySettings(
         arguments.tokens, arguments.score, arguments.windows, arguments.needles, arguments.twin, arguments.seed, arguments.step,
         arguments.offset, arguments.generate, arguments.device, arguments.insert,
-        tuple(name for name in quality.OTHER_TEXTS if name != arguments.calibrated_on),
+        tuple(name for name in quality.OTHER_TEXTS if name != arguments.calibrated_on), arguments.max_kl,
     )  # fmt: skip
     with progress("bench quality") as callback:
         bases = {"basis": arguments.basis, "default_basis": default_basis}

@@ -273,11 +273,12 @@ def test_verdict_is_the_smallest_recipe_that_changes_few_tokens_of_every_text() 
     exact = {"needles": row("", 0.0)["needles"], "windows": [{}, {}]}
     others = [{"recipes": [row("fp8", 0.001), row("kvpack-4", 0.0015), row("octopus-3", 0.006)]}]
     recipes = [row("fp8", 0.001), row("kvpack-4", 0.001), row("octopus-3", 0.001), row("kvpack-2", 0.3), row("kivi-2", 0.0, right=60)]
-    report = {"uncompressed": exact, "recipes": recipes, "others": others}
+    report = {"settings": {"max_kl": summary.MAX_KL}, "uncompressed": exact, "recipes": recipes, "others": others}
     lines = summary.verdict(report)
     assert [line.partition(":")[0] for line in lines] == ["fp8, kvpack-4", "octopus-3", "kvpack-2", "kivi-2", "Verdict"]
     assert "kvpack-4 is good enough" in lines[-1]
-    assert "none of these recipes" in summary.verdict({**report, "recipes": recipes[2:]})[-1]
+    assert "octopus-3 is good enough" in summary.verdict({**report, "settings": {"max_kl": 0.02}})[-1]
+    assert "no recipe here has a KL of at most 0.005" in summary.verdict({**report, "recipes": recipes[2:]})[-1]
 
 
 def test_verdict_names_recipes_whose_interval_alone_is_above_a_limit() -> None:
@@ -285,11 +286,18 @@ def test_verdict_names_recipes_whose_interval_alone_is_above_a_limit() -> None:
         {"recipe": name, "kl_divergence": middle, "kl_divergence_interval": [0.0, high], "needles": None}
         for name, middle, high in (("fp8", 0.001, 0.002), ("kvpack-4", 0.004, 0.0071), ("kvpack-3", 0.03, 0.04), ("kvpack-2", 0.04, 0.2))
     ]
-    lines = summary.verdict({"uncompressed": {"needles": None, "windows": [{}, {}]}, "recipes": rows, "others": []})
-    assert [line for line in lines if "only by its interval" in line] == [
+    report = {"settings": {"max_kl": 0.005}, "uncompressed": {"needles": None, "windows": [{}, {}]}, "recipes": rows, "others": []}
+    assert summary.verdict(report)[1:-1] == [
         "kvpack-4: above 0.005 only by its interval (its mean KL is 0.004, but the 95% interval ends at 0.0071). More windows narrow it.",
-        "kvpack-2: above 0.05 only by its interval (its mean KL is 0.04, but the 95% interval ends at 0.2). More windows narrow it.",
+        "kvpack-3: KL of up to 0.04, so up to about 14% of tokens change.",
+        "kvpack-2: KL of up to 0.2, so up to about 32% of tokens change.",
     ]
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, math.nan, math.inf, "0.01"])
+def test_verdict_limits_that_are_not_positive_are_refused(limit: Any) -> None:
+    with pytest.raises(kvpack.InvalidParameter, match=r"max_kl is .*expected a KL"):
+        summary.check_max_kl(limit)
 
 
 @pytest.mark.scenario

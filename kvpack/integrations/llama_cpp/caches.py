@@ -12,6 +12,7 @@ import torch
 
 from kvpack.cache.packing import pack
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, Progress
+from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file.atomic import write_file
 from kvpack.file.inputs import ID_BYTES, Inputs
 from kvpack.file.limits import MAX_LAYERS
@@ -20,7 +21,6 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.arguments import ModelArgument, model_fields
 from kvpack.integrations.exported_values import export_values, parse_windows
 
-from .opaque import check_raw, has_opaque_layers, is_opaque, opaque_blocks, opaque_ids, opaque_layer
 from .quantized import Quantized, exact_clause, extract_blocks
 from .state_file import BLOCK, CONFIG, LIST, QUANTIZED, SERVER, TYPES, CellBlock, Reader, Section, StateFile, parse, pieces
 
@@ -29,10 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvpack.cache.cache import Cache
-    from kvpack.cache.dense_states import DenseLayer
     from kvpack.cache.layer import Layer
     from kvpack.cache.side import Side
-    from kvpack.coding.recipes import Recipe
     from kvpack.file.metadata import Value
 
 _SEQUENCE, _STREAMS, _TRANSPOSED, _WINDOWED, _IDS = (
@@ -65,8 +63,7 @@ def import_slot(
     everything else that ``export_slot`` needs.
 
     Blocks of q8_0, q5_0 and q4_0 are kept bit for bit. They require the recipe ``raw``, because llama.cpp may have rotated them, which the
-    file does not record. No codec can represent blocks of q4_1, q5_1 and iq4_nl. The cache of such a slot has no tokens, but only states
-    that contain the blocks (see opaque.py).
+    file does not record.
 
     Raises MissingFile, and the same errors as ``kvpack.pack``. Raises InvalidParameter for another kind or version of file, and for
     anything that kvpack cannot store exactly: positions that are not consecutive, several sequences, images, or recurrent states.
@@ -82,15 +79,10 @@ def import_slot(
         orders = [_position_order(where, section.positions, tokens - len(section.positions)) for section in file.sections]
         left = [zip_longest(section.keys, section.values) for section in file.sections]
         states: list[tuple[torch.Tensor | Quantized | None, torch.Tensor | Quantized | None, int]] = []
-        opaque: list[DenseLayer] | None = [] if is_opaque(file) else None
         for number in range(layers):
             section_number = int(number in windows)
             section = file.sections[section_number]
             keys, values = next(left[section_number])
-            if opaque is not None:
-                ids = b"" if number else file.ids
-                opaque.append(opaque_layer(reader, keys, values, orders[section_number], len(section.positions), section.transposed, ids))
-                continue
             k, v = (
                 None
                 if block is None
@@ -103,11 +95,6 @@ def import_slot(
     whole = file.sections[0]
     said: dict[str, Value] = {_SEQUENCE: whole.sequence, _STREAMS: whole.streams, _TRANSPOSED: int(whole.transposed)}
     metadata = MappingProxyType({**said, _WINDOWED: len(windows), _IDS: file.ids_form})
-    if opaque is not None:
-        kinds = dict.fromkeys(block.dtype for section in file.sections for block in (*section.keys, *section.values))
-        check_raw(where, kinds, recipe)
-        named = {**fields, "dtype": f"{' and '.join(kinds)} of llama.cpp", "config": CONFIG}
-        return replace(pack(opaque, "raw", model=named, start=tokens, progress=progress), metadata=metadata)
     stored = [[x.kind if isinstance(x, Quantized) else RAW_NAMES[x.dtype] for x in state[:2] if x is not None] for state in states]
     dtype = " and ".join(dict.fromkeys(kind for kinds in stored for kind in kinds))
     if any(kind in QUANTIZED for kinds in stored for kind in kinds):
@@ -147,30 +134,23 @@ def export_slot(
     transposed = _export_setting("transposed", metadata[_TRANSPOSED] if transposed is None else int(bool(transposed)), 0, 1) == 1
     streams = _export_setting("streams", metadata[_STREAMS] if streams is None else streams, 1, 256)
     sequence = _export_setting("sequence", metadata[_SEQUENCE] or 0, 0, 255)
-    kinds, opaque = _quantized_types(cache, dtype), has_opaque_layers(cache, dtype)
-    # An opaque slot contains only the states after its last token.
-    first, tokens = (0, cache.start) if opaque else (cache.start, cache.tokens)
-    ids = opaque_ids(cache) if opaque else _token_id_bytes(cache)
-    if first or not 0 < tokens <= _MAX_POSITION:
-        problem = f"the cache begins at position {first}, but a sequence of llama.cpp must begin at position 0"
+    kinds, tokens, ids = _quantized_types(cache, dtype), cache.tokens, _token_id_bytes(cache)
+    if cache.start or not 0 < tokens <= _MAX_POSITION:
+        problem = f"the cache begins at position {cache.start}, but a sequence of llama.cpp must begin at position 0"
         raise InvalidParameter(f"{problem}: export a cache that begins at position 0")
     if streams > 1 and sequence >= streams:
         raise InvalidParameter(f"sequence {sequence} has no stream of its own among {streams}: pass more streams, or 1")
     sides: list[tuple[list[_Stored], list[_Stored]]] = [([], []) for _ in range(1 + bool(windows))]
     held: list[int | None] = [tokens, None]
-    latents = not any(name.startswith("v.") for name in cache[0].states) if opaque else cache[0].v is None
+    latents = cache[0].v is None
     for number, layer in enumerate(cache):
         section_number, window = int(number in windows), windows.get(number)
-        if opaque:
-            kept, blocks = opaque_blocks(number, layer, transposed, latents)
-            _check_opaque(number, kept, tokens, window)
-        else:
-            kept = _saved_tokens(number, layer, latents, tokens, window)
-            blocks = [
-                _side_cells(f"layer {number}", side, kind, dtype, kept, turned, cache.model.get("dtype"))
-                for side, turned, kind in zip((layer.k, layer.v), (False, transposed), kinds, strict=True)
-                if side is not None
-            ]
+        kept = _saved_tokens(number, layer, latents, tokens, window)
+        blocks = [
+            _side_cells(f"layer {number}", side, kind, dtype, kept, turned, cache.model.get("dtype"))
+            for side, turned, kind in zip((layer.k, layer.v), (False, transposed), kinds, strict=True)
+            if side is not None
+        ]
         if held[section_number] not in (None, kept):
             raise InvalidParameter(
                 f"layer {number} would write {kept} tokens, but earlier layers wrote {held[section_number]}, and all share the same cells: "
@@ -196,15 +176,6 @@ def _check_origin(cache: Cache) -> None:
             f"the cache did not come from llama.cpp: its model has the config {cache.model.get('config', '')!r:.80}, expected {CONFIG!r}; "
             "llama.cpp stores the channels of keys in GGUF order. If this cache uses that order too, pass "
             f"dataclasses.replace(cache, model={{'config': {CONFIG!r}}})"
-        )
-
-
-def _check_opaque(layer_index: int, layer_tokens: int, tokens: int, window: int | None) -> None:
-    """Raise InvalidParameter if a layer of unpacked blocks has more tokens than llama.cpp saves for a cache of ``tokens`` tokens."""
-    _check_token_count(layer_index, layer_tokens, tokens, window)
-    if layer_tokens > _max_saved_tokens(tokens, window):
-        raise InvalidParameter(
-            f"layer {layer_index} holds {layer_tokens} of the cache's {tokens} tokens, expected at most {_max_saved_tokens(tokens, window)}"
         )
 
 
@@ -263,7 +234,11 @@ def _exact_recipe(where: str, stored: list[list[str]], recipe: str | Recipe) -> 
     ``stored`` contains the types of each layer's keys and values. Raises InvalidParameter if layers have different types, or if ``recipe``
     is not raw.
     """
-    check_raw(where, stored[0], recipe)
+    if parse_recipe(recipe) != Recipe("raw"):
+        raise InvalidParameter(
+            f"{where}: its keys or values are quantized ({' and '.join(stored[0])}), which kvpack stores unchanged: use the 'raw' recipe, "
+            "or save a slot whose cache types are f16, bf16 or f32 (--cache-type-k, --cache-type-v)"
+        )
     if any(kinds != stored[0] for kinds in stored):
         raise InvalidParameter(
             f"{where}: its layers have different cache types, expected {' and '.join(stored[0])} in all layers, as in layer 0"
@@ -383,16 +358,8 @@ def _saved_tokens(layer_index: int, layer: Layer, latents: bool, tokens: int, wi
             f"layer {layer_index} has seen {layer.seen_tokens} tokens, but the cache has {tokens}: use a cache whose layers all end at the "
             "same token"
         )
-    _check_token_count(layer_index, layer.tokens, tokens, window)
-    return min(layer.tokens, _max_saved_tokens(tokens, window))
-
-
-def _max_saved_tokens(tokens: int, window: int | None) -> int:
-    return tokens if window is None else min(tokens, window)
-
-
-def _check_token_count(layer_index: int, layer_tokens: int, tokens: int, window: int | None) -> None:
-    """Raise InvalidParameter unless a layer has all ``tokens`` tokens or, with a ``window``, all tokens that the next token attends to."""
-    if layer_tokens < (tokens if window is None else max(1, min(tokens, window - 1))):
+    # The next token attends to all tokens or, with a window, to the newest ones.
+    if layer.tokens < (tokens if window is None else max(1, min(tokens, window - 1))):
         needed = f"but a window of {window} includes the previous {window - 1}" if window else "so it needs a sliding window: pass windows="
-        raise InvalidParameter(f"layer {layer_index} holds the newest {layer_tokens} of {tokens} tokens, {needed}")
+        raise InvalidParameter(f"layer {layer_index} holds the newest {layer.tokens} of {tokens} tokens, {needed}")
+    return min(layer.tokens, tokens if window is None else window)

@@ -49,9 +49,8 @@ class QuantizedType(NamedTuple):
 
 QUANTIZED = {"q4_0": QuantizedType(2, 18, 4), "q5_0": QuantizedType(6, 22, 5), "q8_0": QuantizedType(8, 34, 8)}
 """Quantized types that a codec stores bit for bit."""
-OPAQUE = {"q4_1": QuantizedType(3, 20, 4), "q5_1": QuantizedType(7, 24, 5), "iq4_nl": QuantizedType(20, 18, 4)}
-"""Other quantized types that llama.cpp's cache may have. No codec can represent them."""
-BLOCKS = {**QUANTIZED, **OPAQUE}
+_UNSUPPORTED = {3: "q4_1", 7: "q5_1", 20: "iq4_nl"}
+"""Other quantized types that llama.cpp's cache may have, by their numbers in ggml. No codec can represent them."""
 
 _MAGIC, _VERSION = 0x67677371, 3
 _OTHER_MAGICS = {0x6767736E: "the state of a whole context ('ggsn')", 0x67676C61: "an adapter ('ggla')"}
@@ -67,7 +66,7 @@ _OTHER_CELLS = (
 class CellBlock(NamedTuple):
     """The keys or values of a layer, at ``offset`` in a file. Each cell has ``channels`` values.
 
-    The values are stored cell by cell, or transposed. ``dtype`` is a key of TYPES or BLOCKS.
+    The values are stored cell by cell, or transposed. ``dtype`` is a key of TYPES or QUANTIZED.
     """
 
     dtype: str
@@ -76,8 +75,8 @@ class CellBlock(NamedTuple):
 
     @property
     def cell_bytes(self) -> int:
-        if self.dtype in BLOCKS:
-            return self.channels // BLOCK * BLOCKS[self.dtype].size
+        if self.dtype in QUANTIZED:
+            return self.channels // BLOCK * QUANTIZED[self.dtype].size
         return self.channels * TYPES[self.dtype][1]
 
 
@@ -265,11 +264,16 @@ def _read_cells(reader: Reader, kind: str, latents: bool, streams: int, count: i
 
 def _read_block(reader: Reader, description: str, cells: int, transposed: bool) -> CellBlock:
     ggml_type, size, *channels = reader.read_numbers("iII" if transposed else "iQ", f"the type and size of {description}")
-    numbers = {number: dtype for dtype, (number, *_) in (*TYPES.items(), *BLOCKS.items())}
+    numbers = {number: dtype for dtype, (number, *_) in (*TYPES.items(), *QUANTIZED.items())}
     dtype = numbers.get(ggml_type)
+    if ggml_type in _UNSUPPORTED:
+        raise InvalidParameter(
+            f"{reader.where}: {description} are in {_UNSUPPORTED[ggml_type]}, which no codec represents: save a slot whose cache types are "
+            "f16, bf16, f32, q8_0, q5_0 or q4_0 (--cache-type-k, --cache-type-v)"
+        )
     if dtype is None:
         raise InvalidParameter(f"{reader.where}: {description} have ggml type {ggml_type}, which is not supported: {_OTHER_CELLS}")
-    quantized = BLOCKS.get(dtype)
+    quantized = QUANTIZED.get(dtype)
     element_bytes = quantized.size if quantized else TYPES[dtype][1]
     if (transposed and (quantized or size != element_bytes)) or not size or size % element_bytes:
         unit = "value" if transposed else "cell"
@@ -300,7 +304,7 @@ def pieces(file: StateFile, data: list[list[memoryview]]) -> list[memoryview]:
         result += [struct.pack(f"<{stream + 2}I", section.streams, *[0] * stream, len(cells)), cells.tobytes()]
         result.append(struct.pack("<II", section.transposed, len(section.keys)))
         for number, (block, values) in enumerate(zip((*section.keys, *section.values), blocks, strict=True)):
-            kind = BLOCKS[block.dtype].number if block.dtype in BLOCKS else TYPES[block.dtype][0]
+            kind = QUANTIZED[block.dtype].number if block.dtype in QUANTIZED else TYPES[block.dtype][0]
             if section.transposed and number >= len(section.keys):
                 result.append(struct.pack("<iII", kind, TYPES[block.dtype][1], block.channels))
             else:

@@ -13,7 +13,7 @@ from llama_cpp import llama_cpp as library
 VOCABULARY = [("<unk>", 2), ("<s>", 3), ("</s>", 3), *((f"<0x{byte:02X}>", 6) for byte in range(256))]
 """Tokens and their types. Each ordinary token is a single byte."""
 LAYERS, WINDOW = 3, 32
-TYPES = {"fp32": 0, "fp16": 1, "bf16": 30, "q8_0": 8, "q5_0": 6, "q4_0": 2, "q4_1": 3, "q5_1": 7, "iq4_nl": 20}
+TYPES = {"fp32": 0, "fp16": 1, "bf16": 30, "q8_0": 8, "q5_0": 6, "q4_0": 2}
 
 
 def write_model(path: Path, arch: str, dim: int, heads: int = 4, kv_heads: int = 2, window: int = WINDOW) -> Path:

@@ -88,7 +88,7 @@ def check_quantized(folder: Path, model: Path, arch: str) -> Iterator[str]:
     The round trip is also made through a kvpack file.
     """
     windows, own, exported = WINDOWS.get(arch), folder / "own.bin", folder / "exported.bin"
-    kinds = [(kind, kind) for kind in ("q8_0", "q5_0", "q4_0", "q4_1", "q5_1", "iq4_nl")] + (
+    kinds = [(kind, kind) for kind in ("q8_0", "q5_0", "q4_0")] + (
         [] if arch == "deepseek2" else [("q8_0", "fp16")]
     )
     for types in kinds:
@@ -311,9 +311,6 @@ def write_fixtures(folder: Path, program: Path | None) -> None:
     with Context(write_model(model, "llama", 32, heads=1, kv_heads=1), ("q8_0", "q8_0")) as context:
         context.decode(ids, 0)
         context.save(folder / "quantized.bin", ids)
-    with Context(write_model(model, "llama", 32, heads=1, kv_heads=1), ("q4_1", "iq4_nl")) as context:
-        context.decode(ids, 0)
-        context.save(folder / "opaque.bin", ids)
     if program:
         with run_server(program, write_model(model, "llama", 8, heads=1, kv_heads=1), folder) as ask:
             ask("/completion", {"prompt": ids, "n_predict": 1, "temperature": 0, "id_slot": 0, "cache_prompt": True})

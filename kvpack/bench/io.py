@@ -1,4 +1,4 @@
-"""kvpack bench io: time saving and loading a KV cache, compared with files of dense values and a memory copy in the same run.
+"""kvpack bench io: time saving and loading a KV cache, compared with safetensors and a memory copy in the same run.
 
 Speeds are in GB/s of the dense bf16 cache, regardless of its packed size. Files are in the page cache. Times are process times in one
 thread, and all measurements are interleaved.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import kvpack
 from kvpack import cache_names
@@ -27,7 +26,8 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.models import import_transformers, load_model, model_folder
 from kvpack.runtime.modes import one_thread
 
-from . import dense, io_device
+from . import io_device
+from .attend import matmul_attention
 from .process_time import time_interleaved
 
 DEFAULT_SYNTHETIC = "4x1x8x4096x128"
@@ -43,6 +43,7 @@ Q_HEADS = 4
 WRITE, READ, ATTEND = "write", "read", "read, attend"
 """Complete operations: write dense values to a file, read a file to dense values in new memory, and attend to a file with one query."""
 COPY = "copy into memory in use"
+SAFETENSORS = "safetensors"
 PARTS = ("encode", "save", "load", "unpack")
 
 _SYNTHETIC = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", re.ASCII)
@@ -143,17 +144,16 @@ def run(
         in_use = torch.zeros_like(whole)
         ways = [_Operation("memory", COPY, partial(in_use.copy_, whole))]
         paths: dict[str, str] = {}
-        for number, peer in enumerate(dense.FORMATS):
-            paths[peer.name] = os.path.join(temporary, f"dense-{number}")
-            ways += _dense_operations(cache, peer, paths[peer.name])
+        paths[SAFETENSORS] = os.path.join(temporary, "dense.safetensors")
+        ways += _dense_operations(cache, paths[SAFETENSORS])
         for number, recipe in enumerate(dict.fromkeys(recipes)):
             paths[recipe] = os.path.join(temporary, f"packed-{number}.kvpack")
             ways += _packed_operations(cache, recipe, paths[recipe])
         removals = [None if way.writes is None else partial(_remove, way.writes) for way in ways]
         seconds = time_interleaved([way.call for way in ways], repeats, before=removals, new_memory=True, progress=progress)
-        sizes = {name: dense.stored_bytes(path) for name, path in paths.items()}
+        sizes = {name: os.path.getsize(path) for name, path in paths.items()}
     copied = seconds[0].process
-    by_safetensors = {way.operation: taken for way, taken in zip(ways, seconds, strict=True) if way.name == dense.FORMATS[0].name}
+    by_safetensors = {way.operation: taken for way, taken in zip(ways, seconds, strict=True) if way.name == SAFETENSORS}
     rows = []
     for way, taken in zip(ways, seconds, strict=True):
         stored = sizes.get(way.name, cache.nbytes)
@@ -174,20 +174,19 @@ def run(
     return {"source": cache.label, "bf16_bytes": cache.nbytes, "repeats": repeats, "backend": kvpack.backends()["cpu"], "rows": rows}
 
 
-def _dense_operations(cache: Source, dense_format: dense.DenseFormat, path: str) -> list[_Operation]:
+def _dense_operations(cache: Source, path: str) -> list[_Operation]:
     tensors = cache.tensors
     queries = [_random_queries(k) for k, _ in cache.pairs]
-    ways = [
-        _Operation(dense_format.name, WRITE, partial(dense_format.write, tensors, path), path),
-        _Operation(dense_format.name, READ, partial(dense_format.read, path)),
-    ]
 
     def attend() -> list[torch.Tensor]:
         loaded = load_file(path)
-        return [dense.matmul_attention(q, loaded[f"{layer}.k"], loaded[f"{layer}.v"]) for layer, q in enumerate(queries)]
+        return [matmul_attention(q, loaded[f"{layer}.k"], loaded[f"{layer}.v"]) for layer, q in enumerate(queries)]
 
-    # Other formats read all values before attention.
-    return [*ways, _Operation(dense_format.name, ATTEND, attend)] if dense_format is dense.FORMATS[0] else ways
+    return [
+        _Operation(SAFETENSORS, WRITE, lambda: save_file(tensors, path), path),
+        _Operation(SAFETENSORS, READ, lambda: {name: x.clone() for name, x in load_file(path).items()}),
+        _Operation(SAFETENSORS, ATTEND, attend),
+    ]
 
 
 def _packed_operations(cache: Source, recipe: str, path: str) -> list[_Operation]:
@@ -218,9 +217,7 @@ def _packed_operations(cache: Source, recipe: str, path: str) -> list[_Operation
 
 
 def _remove(path: str) -> None:
-    if os.path.isdir(path):
-        shutil.rmtree(path)
-    elif os.path.lexists(path):
+    if os.path.lexists(path):
         os.unlink(path)
 
 

@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
         "io",
         help="time saving and loading a KV cache, compared with files of dense values and a memory copy",
         description="Measure how long it takes to save, load and attend to one KV cache, and the steps in between, in one thread, compared "
-        "with safetensors, torch.save, pickle, zstd and a memory copy.",
+        "with safetensors and a memory copy.",
     )
     source = io.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="MODEL", help="measure the KV cache of this model (default with --text: the demo's)")
@@ -248,22 +248,17 @@ def run_serve(arguments: argparse.Namespace) -> int:
 def _add_store(subparsers: Any) -> None:
     store = subparsers.add_parser(
         "store",
-        help="time match, load, put and get on a prefix store",
-        description="Time match, load, put and get on a prefix store, compared with reads and a store of bf16 safetensors files.",
+        help="time match and load on a prefix store; with --location, everything on a store of many entries",
+        description="Time match and load on a prefix store, compared with reads and bf16 safetensors files, or with --location, the "
+        "methods and commands of a store of many entries.",
     )
     store.add_argument("--recipe", metavar="RECIPE", help="the recipe of the stored caches (default: octopus-3; with --location, bf16)")
     store.add_argument("--layers", type=int, default=32, metavar="N", help="number of layers, each with 8 heads of dim 128 (default: 32)")
     store.add_argument("--chunks", type=int, default=16, metavar="N", help="number of chunks of 256 tokens to load (default: 16)")
-    store.add_argument(
-        "--entries",
-        type=int,
-        action="append",
-        metavar="N",
-        help="measure with this many entries; may be repeated (default: 1000, 10000 and 100000)",
-    )
     store.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings (default: 5)")
     store.add_argument("--folder", metavar="DIR", help="create the stores in this folder (default: a temporary one)")
     store.add_argument("--location", metavar="STORE", help="fill a folder or a server with --entries small entries, and measure there")
+    store.add_argument("--entries", type=int, metavar="N", help="with --location: the number of entries (default: 10000)")
     store.add_argument(
         "--row",
         action="append",
@@ -279,21 +274,19 @@ def run_store(arguments: argparse.Namespace) -> int:
     from kvpack.formats.errors import InvalidParameter
 
     if arguments.location is not None:
-        entries, *more = arguments.entries or [store_scale.ENTRIES]
-        if more:
-            raise InvalidParameter("--entries is set more than once: with --location, pass it only once")
+        entries = store_scale.ENTRIES if arguments.entries is None else arguments.entries
         recipe = arguments.recipe or store_scale.RECIPE
         with progress("put entries") as callback:
             scale = store_scale.run(arguments.location, entries, recipe, arguments.row, callback)
         return print_report(scale, store_scale.show, arguments)
-    if arguments.row is not None:
-        raise InvalidParameter("--row is set without --location: add --location with the store to measure")
+    if arguments.row is not None or arguments.entries is not None:
+        option = "--entries" if arguments.row is None else "--row"
+        raise InvalidParameter(f"{option} is set without --location: add --location with the store to measure")
     with progress("bench store") as callback:
         report = store.run(
             arguments.recipe or store.RECIPE,
             layers=arguments.layers,
             chunks=arguments.chunks,
-            entries=arguments.entries or store.ENTRIES,
             repeats=arguments.repeats,
             folder=arguments.folder,
             progress=callback,

@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvpack import cli
 from kvpack.bench import attend
@@ -41,3 +42,9 @@ def test_wrong_arguments_are_refused() -> None:
         attend.run([1], repeats=0)
     with pytest.raises(InvalidParameter):
         attend.run([1], ["nonsense"])
+
+
+def test_matrix_products_compute_attention() -> None:
+    q, k, v = torch.randn(2, 8, 1, 16), *(torch.randn(2, 2, 33, 16) for _ in range(2))
+    expected = scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(attend.matmul_attention(q, k, v), expected.view(2, 2, 4, 16))

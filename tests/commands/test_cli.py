@@ -860,7 +860,6 @@ def test_bench_io_prints_its_report(capsys: pytest.CaptureFixture[str], tmp_path
     assert [(row["name"], row["operation"]) for row in report["rows"]] == [
         ("memory", "copy into memory in use"),
         *(("safetensors", operation) for operation in ("write", "read", "read, attend")),
-        *((name, operation) for name in ("torch.save", "pickle", "zstd") for operation in ("write", "read")),
         *(
             (recipe, operation)
             for recipe in ("kivi-2", "bf16")

@@ -30,10 +30,9 @@ from kvpack.output import step_counter
 from kvpack.runtime.modes import one_thread
 
 from .process_time import time_interleaved
-from .serve_cpu import spare_tokens, step_rows, with_plain_attention
-from .serve_graphs import ROOM, StaticStates, graph_step, use_flash_attention
-from .serve_peers import DYNAMIC, FLASH, OUT_OF_MEMORY_ERROR, STATIC, TIMES, cache_bytes, measured_row, peer_caches, try_measure
-from .step_timing import DecodeSteps, time_steps, without_graphs
+from .serve_cpu import step_rows, with_plain_attention
+from .serve_graphs import StaticStates, graph_step, use_flash_attention, without_graphs
+from .serve_rows import DYNAMIC, FLASH, OUT_OF_MEMORY_ERROR, TIMES, measured_row, try_measure
 
 if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
@@ -65,7 +64,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WARM_STEPS, TIMED_STEPS, GRAPH_STEPS = 6, 12, 24
 GENERATED = 64
 """Number of tokens that ``generate`` adds on a GPU."""
-_WITHOUT_GRAPHS = "without graphs"
 DENSE_FILE = "dense safetensors"
 """Name, in reports, of the file with keys and values in the model's dtype."""
 
@@ -228,8 +226,7 @@ def _decode_rows(
         states = _random_states(model, batch, tokens, device)
         packed = {recipe: kvpack.pack(_add_skipped(states, tokens), recipe) for recipe in recipes}
         dense = _dynamic_cache(model, states, tokens)
-        others = peer_caches(model, states, tokens, spare_tokens())
-        result = step_rows(model, with_plain_attention(model), dense, others, packed, _random_ids(model, batch, tokens + 1, device))
+        result = step_rows(model, with_plain_attention(model), dense, packed, _random_ids(model, batch, tokens + 1, device))
         for _ in ("dense", *packed):
             count()
         return [{**row, **packed_row} for packed_row in result]
@@ -237,70 +234,45 @@ def _decode_rows(
     free_memory(device)
     count()
     for recipe in recipes:
-        packed_row = {**row, **measured_row(recipe, partial(_packed_row, model, batch, tokens, recipe, device))}
+        rows.append({**row, **measured_row(recipe, partial(_packed_row, model, batch, tokens, recipe, device))})
         free_memory(device)
-        taken, _ = try_measure(partial(_alternating_step_seconds, model, batch, tokens, recipe, device))
-        free_memory(device)
-        if taken is not None:
-            packed_row |= {"step_seconds": taken.pop(recipe), "eager_seconds": taken.pop(_WITHOUT_GRAPHS), "seconds_in_turn": taken}
-        rows.append(packed_row)
         count()
     return rows
 
 
 def _dense_rows(model: Any, batch: int, tokens: int, device: str) -> list[dict[str, Any]]:
-    """Return the rows of transformers' own caches: DynamicCache with PyTorch's choice of attention or with FlashAttention, and others."""
+    """Return the rows of transformers' DynamicCache, with PyTorch's choice of attention and with FlashAttention."""
     try:
         states = _random_states(model, batch, tokens, device)
     except torch.OutOfMemoryError:
-        return [{"cache": name, **dict.fromkeys(TIMES), "error": OUT_OF_MEMORY_ERROR} for name in (DYNAMIC, FLASH, STATIC)]
+        return [{"cache": name, **dict.fromkeys(TIMES), "error": OUT_OF_MEMORY_ERROR} for name in (DYNAMIC, FLASH)]
     dense_bytes = sum(x.nbytes for pair in states for x in pair)
 
     def graph() -> dict[str, Any]:
         with StaticStates(model, states, tokens) as static:
             return {"graph_seconds": graph_step(model, static.cache, batch, tokens, GRAPH_STEPS)}
 
-    def steps(make: Callable[[], Any], flash: bool = False) -> dict[str, Any]:
+    def steps(*, flash: bool) -> dict[str, Any]:
         _reset_peak(device)
-        past = make()
+        past = _dynamic_cache(model, states, tokens)
         with use_flash_attention() if flash else nullcontext():
             step = _step_seconds(model, past, batch, device)
             generated = _generate_seconds(model, past, batch, device, disable_compile=True)
         return {
             "step_seconds": step,
             "generate_seconds": generated,
-            "cache_bytes": dense_bytes if make is dynamic else cache_bytes(past),
+            "cache_bytes": dense_bytes,
             "peak_bytes": _peak_bytes(device),
         }
 
-    def dynamic() -> Any:
-        return _dynamic_cache(model, states, tokens)
-
-    measures: dict[str, Callable[[], dict[str, Any]]] = {DYNAMIC: partial(steps, dynamic), FLASH: partial(steps, dynamic, flash=True)}
-    measures |= {name: partial(steps, make) for name, make in peer_caches(model, states, tokens, ROOM).items()}
     in_graph = measured_row(DYNAMIC, graph)
     free_memory(device)
     rows = []
-    for name, measure in measures.items():
-        rows.append(measured_row(name, measure))
+    for name, flash in ((DYNAMIC, False), (FLASH, True)):
+        rows.append(measured_row(name, partial(steps, flash=flash)))
         free_memory(device)
     # The graph belongs to no cache, so the first row has its time.
     return [in_graph | {name: value for name, value in rows[0].items() if value is not None}, *rows[1:]]
-
-
-def _alternating_step_seconds(model: Any, batch: int, tokens: int, recipe: str, device: str) -> dict[str, float]:
-    """Return the seconds per decode step for each cache.
-
-    The measurements alternate between a DynamicCache with and without FlashAttention and a ``recipe`` cache with and without CUDA graphs.
-    """
-    from kvpack.integrations.transformers import KvpackCache
-
-    plain = with_plain_attention(model)
-    dense = _dynamic_cache(plain, _random_states(plain, batch, tokens, device), tokens)
-    with KvpackCache.of(_random_packed_cache(model, batch, tokens, recipe, device), model) as past:
-        runs = [DecodeSteps(DYNAMIC, plain, dense), DecodeSteps(FLASH, plain, dense, flash=True)]
-        runs += [DecodeSteps(_WITHOUT_GRAPHS, model, past, graphs=False), DecodeSteps(recipe, model, past)]
-        return time_steps(runs, batch, device, synchronize)
 
 
 def _random_packed_cache(model: Any, batch: int, tokens: int, recipe: str, device: str) -> kvpack.Cache:

@@ -14,10 +14,10 @@ import torch
 from kvpack import cache_names
 
 from .process_time import time_interleaved
-from .serve_peers import DYNAMIC, TIMES, cache_bytes, measured_row
+from .serve_rows import DYNAMIC, TIMES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     import kvpack
 
@@ -30,32 +30,18 @@ def with_plain_attention(model: Any) -> Any:
     return copy.deepcopy(model, {id(x): x for x in chain(model.parameters(), model.buffers())})
 
 
-def spare_tokens() -> int:
-    """Return the number of tokens that the measurements add to each cache."""
-    return 2 * STEPS * (ROUNDS + 1)
-
-
 def step_rows(
-    model: Any, plain: Any, dense: Any, others: Mapping[str, Callable[[], Any]], packed: Mapping[str, kvpack.Cache], ids: torch.Tensor
+    model: Any, plain: Any, dense: Any, packed: Mapping[str, kvpack.Cache], ids: torch.Tensor
 ) -> list[dict[str, Any]]:
-    """Return one row per cache. ``packed`` caches run with ``model``, and all others with ``plain``. ``dense`` is a DynamicCache.
+    """Return one row per cache. ``packed`` caches run with ``model``, and ``dense``, a DynamicCache, runs with ``plain``.
 
-    All caches contain the tokens of ``ids``, ``[batch, token]``, except the last. Times are seconds per step and per generated token. If a
-    cache cannot be created, its row has the ``error``.
+    All caches contain the tokens of ``ids``, ``[batch, token]``, except the last. Times are seconds per step and per generated token.
     """
     from kvpack.integrations.transformers import KvpackCache
 
-    caches, failed = {DYNAMIC: dense}, []
-    for name, make in others.items():
-        result = measured_row(name, lambda make=make: {"made": make()})  # type: ignore[misc]
-        if "error" in result:
-            failed.append(result)
-        else:
-            caches[name] = result["made"]
-    sizes = [*(cache_bytes(past) for past in caches.values()), *(cache.nbytes for cache in packed.values())]
+    sizes = [sum(layer.keys.nbytes + layer.values.nbytes for layer in dense.layers), *(cache.nbytes for cache in packed.values())]
     with ExitStack() as stack:
-        runs = [*((plain, past) for past in caches.values())]
-        runs += [(model, stack.enter_context(KvpackCache.of(cache, model))) for cache in packed.values()]
+        runs = [(plain, dense), *((model, stack.enter_context(KvpackCache.of(cache, model))) for cache in packed.values())]
         generated = time_interleaved([_Generation(*run, ids) for run in runs], ROUNDS, average=fmean)
         eager = time_interleaved(
             [partial(_step, model, cache_names.cache_argument(model, past), ids[:, -1:]) for model, past in runs],
@@ -63,14 +49,13 @@ def step_rows(
             STEPS,
             average=fmean,
         )
-    rows = [
+    return [
         {
             **dict.fromkeys(TIMES), "cache": name, "cache_bytes": size,
             "step_seconds": step.process, "generate_seconds": compiled.process / STEPS,
         }
-        for name, size, step, compiled in zip([*caches, *packed], sizes, eager, generated, strict=True)
+        for name, size, step, compiled in zip([DYNAMIC, *packed], sizes, eager, generated, strict=True)
     ]  # fmt: skip
-    return [*rows[: len(caches)], *failed, *rows[len(caches) :]]
 
 
 class _Generation:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +25,16 @@ def use_flash_attention() -> AbstractContextManager[None]:
 
     result: AbstractContextManager[None] = sdpa_kernel([SDPBackend.FLASH_ATTENTION])
     return result
+
+
+@contextmanager
+def without_graphs(past: Any) -> Iterator[None]:
+    """Return a context manager that disables CUDA graphs over the KvpackCache ``past``."""
+    before, past.graphs = past.graphs, None
+    try:
+        yield
+    finally:
+        past.graphs = before
 
 
 class StaticStates:

@@ -8,7 +8,7 @@ from kvpack.output import bytes_text, print_table
 
 from .serve import DENSE_FILE
 from .serve_cpu import ROUNDS, STEPS
-from .serve_peers import DYNAMIC, FLASH, OUT_OF_MEMORY_ERROR
+from .serve_rows import DYNAMIC, FLASH, OUT_OF_MEMORY_ERROR
 
 
 def show(report: dict[str, Any]) -> None:
@@ -53,8 +53,6 @@ def _show_decode(report: dict[str, Any]) -> None:
     else:
         print("\nA step is one call of the model with a new cache length, as in generate. With packed caches, calls replay graphs,")
         print("or run eagerly with graphs=False; generate is timed after its kernels are compiled.")
-        print("Step ratios compare alternating steps, if both caches fit, because the speed of the host varies.")
-        print("A StaticCache has a mask over its full length.")
         print(f"The {dtype} graph uses preallocated states, no mask, and the faster of SDPA's flash and cuDNN attention.")
 
 
@@ -64,14 +62,14 @@ def _decode_cells(row: dict[str, Any], dense: list[dict[str, Any]], weights_byte
     known = row["peak_bytes"] is not None and row["cache_bytes"] is not None
     peak = row["peak_bytes"] / (weights_bytes + row["cache_bytes"]) if known else None
     graph, step, eager, generated = (row[f"{name}_seconds"] for name in ("graph", "step", "eager", "generate"))
-    in_turn = row.get("seconds_in_turn", {peer["cache"]: peer["step_seconds"] for peer in dense}).values()
+    steps = [peer["step_seconds"] for peer in dense]
     size = "" if row["cache_bytes"] is None else bytes_text(row["cache_bytes"])
     if generated is None:
         size = OUT_OF_MEMORY_ERROR if row.get("error") == OUT_OF_MEMORY_ERROR else "not timed"
     return [
         f"{row['batch']} x {row['tokens']:,}", row["cache"], size,
-        _milliseconds(step), _ratio(step, *in_turn),
-        _milliseconds(eager), _ratio(eager, *in_turn),
+        _milliseconds(step), _ratio(step, *steps),
+        _milliseconds(eager), _ratio(eager, *steps),
         _milliseconds(generated), _ratio(generated, *(peer["generate_seconds"] for peer in dense)), _ratio(generated, static),
         _milliseconds(graph), _ratio(graph, static), "" if graph is None else f"{row['batch'] / graph:.0f}",
         "" if peak is None else f"{peak:.3f}",

@@ -193,8 +193,8 @@ def _add_kernels(subparsers: Any) -> None:
 def _add_serve(subparsers: Any) -> None:
     serve = subparsers.add_parser(
         "serve",
-        help="time a model's decode steps and its first token after a stored prefix, and measure its memory, compared with transformers' "
-        "caches",
+        help="time a model's decode steps and its first token after a stored prefix, and measure its memory, compared with a "
+        "DynamicCache",
         description="Time a model of a known shape, or of a configuration, with random weights: decode steps, eager and in a CUDA graph, "
         "and the first token after a prefix, recomputed or from files; on a CPU, a small model in one thread, by its process time.",
     )

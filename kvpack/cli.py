@@ -40,13 +40,17 @@ from .output import printable_lines
 class Parser(argparse.ArgumentParser):
     """A command-line parser without abbreviations. Its errors contain the unknown word and the most similar known word.
 
-    ``hints`` maps options of other commands or programs to advice on what to write instead.
+    ``hints`` maps options of other commands or programs to advice on what to write instead. The help text ends with the command's example.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
         self.hints = {"--import": "write it before the command: kvpack --import MODULE COMMAND ..."}
         self._words: list[str] = []
+
+    def format_help(self) -> str:
+        example = EXAMPLES.get(self.prog.removeprefix("kvpack "))
+        return super().format_help() + (f"\nexample:\n  {self.prog} {example}\n" if example else "")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._words = list(sys.argv[1:] if args is None else args)
@@ -101,6 +105,34 @@ def _similar_words(word: str, candidates: Iterable[str]) -> list[str]:
 
 COMMANDS = (cache, generate, inspect, view, verify, convert, dense, exchange, recipes, doctor, warm, demo, bench, calibrate, tune, store)
 """Command modules in the order of the help text. Each has a function ``add``."""
+EXAMPLES = {
+    "bench attend": "--tokens 16384 --recipe kvpack-4",
+    "bench io": "--recipe kvpack-4 --recipe fp8",
+    "bench kernels": "--shape B --recipe kvpack-4",
+    "bench quality": "--model Qwen/Qwen3-0.6B --text notes.txt --recipe kvpack-3 --max-kl 0.01",
+    "bench serve": "--shape llama-3-8b --recipe kvpack-4 --decode 8x16384",
+    "bench store": "--recipe kvpack-4 --chunks 16",
+    "cache": "--model Qwen/Qwen3-0.6B --prompt-file notes.txt --out notes.kvpack",
+    "calibrate": "--model Qwen/Qwen3-0.6B --text notes.txt --out notes.kvbasis",
+    "convert": "notes.kvpack smaller.kvpack kvpack-2",
+    "demo": "--recipe kvpack-4",
+    "export": "notes.kvpack prompt.safetensors --to mlx-lm",
+    "generate": "notes.kvpack --prompt 'What is it about?' --max-tokens 60",
+    "import": "prompt.safetensors notes.kvpack --recipe kvpack-4",
+    "inspect": "*.kvpack",
+    "pack": "notes.safetensors notes.kvpack --recipe kvpack-4",
+    "recipes": "kvpack-4 kvpack-3 --model Qwen/Qwen3-0.6B --tokens 32768",
+    "store export": "prefixes 3f2a prefix.kvpack",
+    "store gc": "prefixes --max-bytes 50GB",
+    "store import": "prefixes prefix.kvpack --trust-names",
+    "store rm": "prefixes --older-than 7d --dry-run",
+    "tune": "--model Qwen/Qwen3-0.6B --text notes.txt --bits 3 --widths",
+    "unpack": "notes.kvpack notes.safetensors",
+    "verify": "*.kvpack",
+    "view": "notes.kvpack --open",
+    "warm": "kvpack-4 --dim 128 --capability 90",
+}
+"""An example of each command that needs one."""
 EXIT_CODES = {
     0: "done",
     1: "a file was rejected, or a check failed",

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from kvpack.coding.recipes import Recipe
 
 
-RECIPE_HELP = "a preset such as octopus-3, a recipe string, or @FILE to read a recipe file"
+RECIPE_HELP = "a preset such as kvpack-3, a recipe string, or @FILE to read a recipe file"
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser("convert", help="write a file in another recipe", description="Decode a kvpack file and encode it again.")
-    parser.add_argument("input", metavar="IN")
-    parser.add_argument("output", metavar="OUT")
+    parser.add_argument("input", metavar="IN", help="a kvpack file")
+    parser.add_argument("output", metavar="OUT", help="the kvpack file to write")
     recipe = parser.add_mutually_exclusive_group(required=True)
     recipe.add_argument("recipe", metavar="RECIPE", nargs="?", help=RECIPE_HELP)
     recipe.add_argument("--recipe", dest="named", metavar="RECIPE", help="another way to pass RECIPE, as in other commands")

@@ -23,8 +23,8 @@ def add(commands: Any) -> None:
         help="read a prompt cache of mlx-lm or a slot of llama.cpp",
         description="Read a prompt cache of mlx-lm, or a slot that llama-server saved, into a kvpack file.",
     )
-    parser.add_argument("input", metavar="IN")
-    parser.add_argument("output", metavar="OUT")
+    parser.add_argument("input", metavar="IN", help="the prompt cache or slot")
+    parser.add_argument("output", metavar="OUT", help="the kvpack file to write")
     parser.add_argument("--recipe", default="raw", help=f"{RECIPE_HELP} (default: raw, which keeps every bit)")
     add_basis(parser)
     parser.add_argument("--kv-heads", metavar="N[,N...]", help="slots only: the number of KV heads, one for all layers or one per layer")
@@ -38,8 +38,8 @@ def add(commands: Any) -> None:
         help="write a prompt cache for mlx-lm or a slot for llama.cpp",
         description="Write the cache of a kvpack file as a prompt cache of mlx-lm, or one that came from llama.cpp as a slot.",
     )
-    parser.add_argument("input", metavar="FILE")
-    parser.add_argument("output", metavar="OUT")
+    parser.add_argument("input", metavar="FILE", help="a kvpack file")
+    parser.add_argument("output", metavar="OUT", help="the prompt cache or slot to write")
     parser.add_argument(
         "--to", choices=["mlx-lm", "llama.cpp"], default="mlx-lm", help="the program that will read the file (default: mlx-lm)"
     )

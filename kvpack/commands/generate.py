@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
         description="Continue a file of kvpack cache or Chat.save with a prompt: the model computes only the tokens that the file lacks, "
         "and its answer is printed as it is generated.",
     )
-    parser.add_argument("file", metavar="FILE")
+    parser.add_argument("file", metavar="FILE", help="a file of kvpack cache or Chat.save")
     parser.add_argument("--prompt", metavar="TEXT", required=True, help="the new message; - reads it from standard input")
     parser.add_argument(
         "--model",

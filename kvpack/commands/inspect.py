@@ -18,7 +18,7 @@ from kvpack.output import add_json, bytes_text, format_count, print_json, print_
 def add(commands: Any) -> None:
     description = "Show the layers, codecs, bits per value, streams, model and token range of a file, or one row for each of several files."
     parser = commands.add_parser("inspect", help="show the contents of files", description=description)
-    parser.add_argument("files", metavar="FILE", nargs="+")
+    parser.add_argument("files", metavar="FILE", nargs="+", help="a kvpack file or basis")
     add_json(parser)
     parser.set_defaults(run=run)
 

@@ -54,7 +54,7 @@ def add(commands: Any) -> None:
     remove.add_argument("--dry-run", action="store_true", help="only count the entries that would be removed")
     export = _add_action(kinds, "export", run_export, "write one prefix as a single kvpack file")
     export.add_argument("key", metavar="KEY", help="a key, or its first digits; ls lists them")
-    export.add_argument("output", metavar="OUT")
+    export.add_argument("output", metavar="OUT", help="the kvpack file to write")
     export.add_argument("--durable", action="store_true", help="return only after the file has been flushed to the disk")
     add_force(export)
     add = _add_action(kinds, "import", run_import, "store a kvpack file's prefix")

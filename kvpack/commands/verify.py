@@ -15,7 +15,7 @@ from .convert import add_basis
 
 def add(commands: Any) -> None:
     parser = commands.add_parser("verify", help="check every byte of files", description="Check every byte of kvpack files.")
-    parser.add_argument("files", nargs="+", metavar="FILE")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a kvpack file or basis")
     parser.add_argument(
         "--clean",
         action="store_true",

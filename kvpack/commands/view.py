@@ -52,7 +52,7 @@ def add(commands: Any) -> None:
         "The page is served from this machine to this machine only, and no data leaves it. Ctrl-C ends the command."
     )
     parser = commands.add_parser("view", help="show a file in the browser", description=description)
-    parser.add_argument("file", metavar="FILE")
+    parser.add_argument("file", metavar="FILE", help="a kvpack file")
     parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
     parser.add_argument("--open", action="store_true", help="also open the page in the default browser")
     add_json(parser)

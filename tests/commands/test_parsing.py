@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +131,14 @@ def test_several_files_are_inspected(two: list[Path], tmp_path: Path, capsys: py
     assert "c.kvpack" in output.err
     assert "2 files" in output.out
     assert run("inspect", tmp_path / "c.kvpack", tmp_path / "none") == 3
+
+
+@pytest.mark.parametrize("command", cli.EXAMPLES)
+def test_help_ends_with_an_example_that_parses(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.parser().parse_args([*command.split(), "--help"])
+    example = capsys.readouterr().out.splitlines()[-1]
+    assert callable(cli.parser().parse_args(shlex.split(example)[1:]).run)
 
 
 def test_convert_accepts_recipes_like_other_commands(two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

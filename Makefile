@@ -98,7 +98,7 @@ arithmetic: $(INSTALLED)
 zoo: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(MODULE) support.model_zoo --write
 
-# Measurements for developers: bench-fidelity, bench-overview, bench-pages, bench-decode, bench-presets, bench-resume, bench-weights and bench-viewer; OPTIONS are those of `--help`.
+# Measurements for developers: bench-fidelity, bench-overview, bench-pages, bench-decode, bench-presets, bench-resume, bench-weights, bench-viewer and bench-device-files; OPTIONS are those of `--help`.
 bench-%: $(INSTALLED)
 	$(MODULE) benchmarks $* $(OPTIONS)
 

@@ -26,7 +26,6 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.models import import_transformers, load_model, model_folder
 from kvpack.runtime.modes import one_thread
 
-from . import io_device
 from .attend import matmul_attention
 from .process_time import time_interleaved
 
@@ -121,24 +120,16 @@ def run(
     *,
     repeats: int = 5,
     folder: str | None = None,
-    device: str = "cpu",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measure ``cache`` and return a report as JSON values, with one row per operation.
 
-    For a CUDA device, the report contains only ``device_rows``, the rows of ``io_device.run``. In a row, ``of_copy`` is the speed relative
-    to copying the bf16 cache within memory (above 1 is faster). ``of_safetensors`` is the time relative to the same operation with
-    safetensors (below 1 is faster): save_file, load_file and a clone of its tensors, or load_file and attention. Raises InvalidParameter.
+    In a row, ``of_copy`` is the speed relative to copying the bf16 cache within memory (above 1 is faster). ``of_safetensors`` is the time
+    relative to the same operation with safetensors (below 1 is faster): save_file, load_file and a clone of its tensors, or load_file and
+    attention. Raises InvalidParameter.
     """
     if repeats < 1:
         raise InvalidParameter(f"--repeats is {repeats}, expected a positive integer")
-    if torch.device(device).type != "cpu":
-        return {
-            "source": cache.label,
-            "bf16_bytes": cache.nbytes,
-            "repeats": repeats,
-            **io_device.run(cache.pairs, recipes, device, repeats, folder, progress),
-        }
     with tempfile.TemporaryDirectory(prefix="kvpack-bench-", dir=folder) as temporary, one_thread(), suppress_rounding_warnings():
         whole = torch.cat([x.flatten() for x in cache.tensors.values()])
         in_use = torch.zeros_like(whole)
@@ -230,9 +221,6 @@ def _random_queries(k: torch.Tensor) -> torch.Tensor:
 def show(report: dict[str, Any]) -> None:
     from kvpack.output import print_table
 
-    if "device_rows" in report:
-        io_device.show(report)
-        return
     by_place = {(row["name"], row["operation"]): row for row in report["rows"]}
     names = list(dict.fromkeys(row["name"] for row in report["rows"]))
     columns = ["what", "bits per\nvalue"]

@@ -11,13 +11,10 @@ import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 import kvpack
 from kvpack.cache.device_copy import HostCopyQueue
 from kvpack.cache.staged_load import COPY_BYTES, STAGING_BYTES, StagedCopy, staged
 from kvpack.file.container import open_file
-from kvpack.formats.arguments import checked_device
 from kvpack.formats.errors import InvalidParameter
 from kvpack.runtime.mapping import is_cold
 
@@ -45,7 +42,6 @@ def run(
     *,
     repeats: int = 5,
     folder: str | None = None,
-    device: str = "cpu",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measure files of ``cache`` and return a report with one row for each recipe and method of loading.
@@ -54,7 +50,6 @@ def run(
     """
     if repeats < 1:
         raise InvalidParameter(f"--repeats is {repeats}, expected a positive integer")
-    target = checked_device(device)
     rows = []
     recipes = recipes or RECIPES
     with tempfile.TemporaryDirectory(prefix="kvpack-bench-", dir=folder) as temporary:
@@ -67,8 +62,6 @@ def run(
                 COPY: _time_call(lambda: kvpack.load(path, copy=True)),
                 STAGED_READ: _time_call(lambda: _read_staged(path)),
             }
-            if target.type != "cpu":
-                ways[f"load to {target}"] = _time_call(lambda: _load_to_device(path, target))
             if shutil.which("fio") is not None:
                 ways = {DISK: lambda: _time_fio(path), **ways}
             seconds: dict[str, list[float]] = {name: [] for name in (*ways, WARM_LOAD)}
@@ -112,12 +105,6 @@ def _time_call(call: Callable[[], object]) -> Callable[[], float]:
         return passed
 
     return seconds
-
-
-def _load_to_device(path: str, device: torch.device) -> kvpack.Cache:
-    loaded = kvpack.load(path, device=device)
-    torch.cuda.synchronize(device)
-    return loaded
 
 
 def _read_staged(path: str) -> None:

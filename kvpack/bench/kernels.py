@@ -26,7 +26,7 @@ from kvpack.coding import triton_version
 from kvpack.coding.encoding import Progress
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 
-from . import encode_kernels, flashinfer_pages, kernels_plot, quality_plot, query_kernels, synthetic_basis, unpack_kernels
+from . import encode_kernels, flashinfer_pages, query_kernels, synthetic_basis, unpack_kernels
 from .query_kernels import QueryShape
 from .timing import eager_seconds, graph_seconds, median_seconds
 
@@ -39,6 +39,8 @@ SHAPES = {
     "F": QueryShape(4, 16, 8, 256, 32768),
 }
 """Shapes by letter. Shape A is from Table 7 in the OCTOPUS paper."""
+
+OWN_BF16 = "bf16"
 
 RECIPES = (
     "fp8",
@@ -117,8 +119,6 @@ def run(
     named = [(text, parse_shape(text)) for text in shapes]
     for recipe in recipes or ():
         synthetic_basis.check_recipe(recipe)
-    if out is not None:
-        quality_plot.import_figure_module()
     if not torch.cuda.is_available():
         raise InvalidParameter("this benchmark needs a CUDA device, but PyTorch found none")
     lengths = [("", SWEEP._replace(tokens=tokens)) for tokens in SWEEP_TOKENS] if sweep else []
@@ -164,7 +164,7 @@ def _rows(shape: QueryShape, recipes: Sequence[str], bandwidth: float, with_peer
     ]
     q = torch.randn(shape.batch, shape.q_heads, 1, shape.dim, device="cuda", generator=generator).to(torch.bfloat16)
     rows = _library_rows(q, kv)
-    for recipe in (kernels_plot.OWN_BF16, *recipes):
+    for recipe in (OWN_BF16, *recipes):
         rows.append(_recipe_row(q, kv, recipe))
         torch.cuda.empty_cache()
     peers = rows[: len(rows) - len(recipes)]
@@ -263,8 +263,6 @@ def _write_report(report: dict[str, Any], folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "kernels.json").write_text(json.dumps(report, indent=2) + "\n")
-        if report["sweep"]:
-            kernels_plot.save_plot(report, folder / "kernels")
     except OSError as error:
         raise WriteFailed(f"{error.filename}: could not be written: {error.strerror}") from None
 

@@ -42,13 +42,6 @@ def add(commands: Any) -> None:
     io.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings (default: 5)")
     io.add_argument("--folder", metavar="DIR", help="write the files to this folder (default: a temporary one)")
     io.add_argument(
-        "--device",
-        default="cpu",
-        metavar="DEVICE",
-        help="with cuda, also time loads to this device and saves from it, compared with a pinned copy and a write of the same bytes "
-        "(default: cpu)",
-    )
-    io.add_argument(
         "--cold",
         action="store_true",
         help="also time loads of files that are not in the page cache, compared with fio's direct reads from the same disk if fio is "
@@ -185,7 +178,7 @@ def _add_kernels(subparsers: Any) -> None:
     kernels.add_argument("--only", choices=("attention", "encode", "unpack", "queries"), help="measure only this part of the benchmark")
     kernels.add_argument("--peers", action="store_true", help="time FlashInfer over bf16 and fp8 pages as well, if it is installed")
     kernels.add_argument("--sweep", action="store_true", help="also measure contexts of 1,024 to 262,144 tokens")
-    kernels.add_argument("--out", metavar="DIR", help="write kernels.json and, with --sweep, kernels.png and kernels.svg to this folder")
+    kernels.add_argument("--out", metavar="DIR", help="write kernels.json to this folder")
     add_json(kernels)
     kernels.set_defaults(run=run_kernels)
 
@@ -303,9 +296,7 @@ def run_io(arguments: argparse.Namespace) -> int:
             parse_recipe(recipe)
         with progress("bench io --cold") as callback:
             cache = io.read_source(arguments.model, arguments.text, arguments.tokens, arguments.synthetic)
-            report = io_cold.run(
-                cache, arguments.recipe, repeats=arguments.repeats, folder=arguments.folder, device=arguments.device, progress=callback
-            )
+            report = io_cold.run(cache, arguments.recipe, repeats=arguments.repeats, folder=arguments.folder, progress=callback)
         return print_report(report, io_cold.show, arguments)
     recipes = arguments.recipe or list(io.RECIPES)
     for recipe in recipes:
@@ -316,7 +307,6 @@ def run_io(arguments: argparse.Namespace) -> int:
             recipes,
             repeats=arguments.repeats,
             folder=arguments.folder,
-            device=arguments.device,
             progress=callback,
         )
     return print_report(report, io.show, arguments)

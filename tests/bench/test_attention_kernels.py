@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from kvpack.bench import kernels, kernels_plot, synthetic_basis
+from kvpack.bench import kernels, synthetic_basis
 from kvpack.cli import main
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.transform import Transform
@@ -78,20 +78,6 @@ def test_synthetic_transform_basis_has_bits_from_its_name(scope: str) -> None:
 def test_a_missing_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "kernels"]) == InvalidParameter.exit_code
     assert "needs a CUDA device, but PyTorch found none" in capsys.readouterr().err
-
-
-@pytest.mark.scenario
-def test_a_sweep_is_plotted(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    rows = [
-        {"recipe": "SDPA flash", "whole_seconds": 1e-5, "of_bf16": 1.0, "error": None},
-        *({"recipe": recipe, "whole_seconds": 5e-6, "of_bf16": 0.5, "error": 1e-4} for recipe in kernels.RECIPES),
-    ]
-    sweep = [{**kernels.SWEEP._asdict(), "tokens": tokens, "rows": rows} for tokens in (1024, 2048)]
-    kernels_plot.save_plot({"device": "a device", "sweep": sweep}, tmp_path / "kernels")
-    text = (tmp_path / "kernels.svg").read_text()
-    assert (tmp_path / "kernels.png").stat().st_size > 1000
-    assert text.startswith("<?xml")
 
 
 def test_recipes_without_a_kernel_are_marked_as_decoded_first(capsys: pytest.CaptureFixture[str]) -> None:

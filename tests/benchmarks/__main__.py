@@ -18,7 +18,7 @@ def parser() -> argparse.ArgumentParser:
     kinds = result.add_subparsers(title="measurements", metavar="WHAT", required=True)
     for add in (
         _add_fidelity, _add_overview, _add_kernel_results, _add_pages, _add_decode,
-        _add_presets, _add_resume, _add_weights, _add_viewer,
+        _add_presets, _add_resume, _add_weights, _add_viewer, _add_device_files,
     ):
         add(kinds)
     return result
@@ -70,8 +70,7 @@ def run_overview(arguments: argparse.Namespace) -> int:
     from . import overview
 
     path = overview.run(arguments.folder)
-    print_report({"picture": path}, lambda report: print(report["picture"]), arguments)
-    return 0
+    return print_report({"picture": path}, lambda report: print(report["picture"]), arguments)
 
 
 def _add_kernel_results(kinds: Any) -> None:
@@ -128,8 +127,7 @@ def run_pages(arguments: argparse.Namespace) -> int:
         else:
             count = pages.PAGES if count is None else count
             report = pages.run(count, recipes or pages.RECIPES, repeats=arguments.repeats, progress=callback)
-    print_report(report, device_pages.show if arguments.device == "cuda" else pages.show, arguments)
-    return 0
+    return print_report(report, device_pages.show if arguments.device == "cuda" else pages.show, arguments)
 
 
 def _add_decode(kinds: Any) -> None:
@@ -153,8 +151,7 @@ def run_decode(arguments: argparse.Namespace) -> int:
 
     with progress("decode") as callback:
         report = decode.run(arguments.basis, arguments.bits or decode.BITS, arguments.tokens, repeats=arguments.repeats, progress=callback)
-    print_report(report, decode.show, arguments)
-    return 0
+    return print_report(report, decode.show, arguments)
 
 
 def _add_presets(kinds: Any) -> None:
@@ -195,8 +192,7 @@ def run_presets(arguments: argparse.Namespace) -> int:
     )
     with progress("presets") as callback:
         report = presets.run(settings, arguments.processes, progress=callback)
-    print_report(report, presets.show, arguments)
-    return 0
+    return print_report(report, presets.show, arguments)
 
 
 def _add_resume(kinds: Any) -> None:
@@ -234,8 +230,7 @@ def run_resume(arguments: argparse.Namespace) -> int:
             arguments.shape, arguments.recipe, arguments.prefix, every=arguments.every, layers=arguments.layers, dtype=arguments.dtype,
             folder=arguments.folder, progress=callback,
         )  # fmt: skip
-    print_report(report, resume.show, arguments)
-    return 0
+    return print_report(report, resume.show, arguments)
 
 
 def _add_weights(kinds: Any) -> None:
@@ -259,8 +254,7 @@ def run_weights(arguments: argparse.Namespace) -> int:
 
     with progress("weights") as callback:
         report = weights.run(arguments.model, arguments.shape, arguments.device, repeats=arguments.repeats, progress=callback)
-    print_report(report, weights.show, arguments)
-    return 0
+    return print_report(report, weights.show, arguments)
 
 
 def _add_viewer(kinds: Any) -> None:
@@ -283,6 +277,36 @@ def run_viewer(arguments: argparse.Namespace) -> int:
         report = viewer.run(arguments.recipe or viewer.RECIPES, arguments.tokens, progress=callback)
     print_report(report, viewer.show, arguments)
     return int(bool(viewer.slow(report)))
+
+
+def _add_device_files(kinds: Any) -> None:
+    files = kinds.add_parser(
+        "device-files",
+        help="loads to a CUDA device and saves from it, compared with a pinned copy and a write of the same bytes",
+        description="Time loads of files to a CUDA device and saves from it, compared with a pinned copy and a write of the same bytes.",
+    )
+    files.add_argument("--synthetic", metavar="LxBxHxTxD", help="Gaussian values: layers x batch x heads x tokens x dim")
+    files.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe; may be repeated (default: those of bench io)")
+    files.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings (default: 5)")
+    files.add_argument("--folder", metavar="DIR", help="write the files to this folder (default: a temporary one)")
+    files.add_argument("--device", default="cuda", metavar="DEVICE", help="the CUDA device (default: cuda)")
+    add_json(files)
+    files.set_defaults(run=run_device_files)
+
+
+def run_device_files(arguments: argparse.Namespace) -> int:
+    """Measure and print the table."""
+    from kvpack.bench import io
+
+    from . import device_files
+
+    cache = io.read_source(None, None, None, arguments.synthetic)
+    with progress("device-files") as callback:
+        report = device_files.run(
+            cache, arguments.recipe or io.RECIPES, device=arguments.device, repeats=arguments.repeats, folder=arguments.folder,
+            progress=callback,
+        )  # fmt: skip
+    return print_report(report, device_files.show, arguments)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from kvpack.bench.kernels import SHAPES
-from kvpack.bench.kernels_plot import OWN_BF16
+from kvpack.bench.kernels import OWN_BF16, SHAPES
 from kvpack.errors import InvalidParameter
 
 INTRODUCTION = """\

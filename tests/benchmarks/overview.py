@@ -1,4 +1,4 @@
-"""Draw one plot of each recipe's loss of quality and attention speed (``make bench-overview``).
+"""Draw one plot of each recipe's loss of quality and attention speed, and one of its times by context length (``make bench-overview``).
 
 The plot is drawn from reports of ``kvpack bench quality`` and ``kvpack bench kernels``. The README shows the plot of the reports in
 ``measured/``: ``quality.json`` contains only what the plot, the guides and ``kvpack recipes`` show, and ``kernels.json`` only the ratios
@@ -14,6 +14,8 @@ from typing import Any
 from kvpack.bench import quality_plot
 from kvpack.bench.summary import key_codec
 from kvpack.errors import InvalidParameter, MissingFile, WriteFailed
+
+from . import kernels_plot
 
 RECIPES = (
     "fp8",
@@ -42,7 +44,7 @@ _SIZE = (5.6, 8.4)
 
 
 def run(folder: str) -> str:
-    """Draw ``overview.svg`` from ``quality.json`` and ``kernels.json`` in ``folder``, and return its path.
+    """Draw ``overview.svg`` and ``kernels.svg`` from ``quality.json`` and ``kernels.json`` in ``folder``, and return the first one's path.
 
     Raises MissingFile if a report does not exist, InvalidParameter if its contents are invalid, WriteFailed if the plot cannot be written,
     and MissingPackage without matplotlib.
@@ -56,6 +58,7 @@ def run(folder: str) -> str:
         drawn = _figure(quality, _speeds(folder, kernels), kernels["device"])
         try:
             drawn.savefig(path, metadata={"Date": None})
+            kernels_plot.save_plot(kernels, Path(folder, "kernels.svg"))
         except OSError as error:
             raise WriteFailed(f"{path}: could not be written: {error.strerror}") from None
     return str(path)

@@ -46,11 +46,15 @@ def test_speeds_are_those_of_the_table() -> None:
         assert ratios == {name: table[name][column] for name in ratios}
 
 
-def test_committed_plot_matches_the_reports(folder: Path) -> None:
-    (folder / "overview.svg").unlink()
+def test_committed_plots_match_the_reports(folder: Path) -> None:
+    for name in ("overview.svg", "kernels.svg"):
+        (folder / name).unlink()
     assert overview.run(str(folder)) == str(folder / "overview.svg")
     drawn = _texts(folder / "overview.svg")
     assert drawn == _texts(MEASURED / "overview.svg")
+    times = _texts(folder / "kernels.svg")
+    assert times == _texts(MEASURED / "kernels.svg")
+    assert {row["recipe"] for row in _report("kernels")["sweep"][0]["rows"]} <= set(times)
     assert {row["recipe"] for row in _report("quality")["recipes"]} <= set(drawn)
     assert set(overview.RECIPES) <= set(drawn)
     assert (MEASURED / "overview.svg").stat().st_size < 100_000

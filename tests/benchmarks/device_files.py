@@ -1,4 +1,4 @@
-"""kvpack bench io --device: time loads to and saves from a CUDA device, compared with a pinned copy (and a write) of the same bytes."""
+"""Time loads to and saves from a CUDA device, compared with a pinned copy (and a write) of the same bytes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kvpack
+from kvpack.bench import io
 from kvpack.formats.arguments import checked_device
 from kvpack.formats.errors import InvalidParameter
 
@@ -21,14 +22,15 @@ if TYPE_CHECKING:
 
 
 def run(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    cache: io.Source,
     recipes: Sequence[str],
-    device: str,
-    repeats: int,
-    folder: str | None,
-    progress: Progress | None,
+    *,
+    device: str = "cuda",
+    repeats: int = 5,
+    folder: str | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure loads and saves. Returns ``device``, its ``device_name``, and ``device_rows`` with one row per recipe and direction.
+    """Measure loads and saves of ``cache``. Returns a report whose ``device_rows`` has one row per recipe and direction.
 
     In a row, ``seconds`` is the median time of kvpack's call. ``of_bus_seconds`` is the time to copy the file's bytes from or to pinned
     memory, and for a save, also to write them. ``of_bus`` is the ratio of these times (above 1: kvpack is faster). ``first_seconds`` is the
@@ -37,8 +39,8 @@ def run(
     """
     target = checked_device(device)
     if target.type != "cuda" or (target.index or 0) >= torch.cuda.device_count():
-        raise InvalidParameter(f"--device is {device!r}, expected 'cpu' or one of {torch.cuda.device_count()} CUDA devices")
-    pairs = [(k.to(target), v.to(target)) for k, v in pairs]
+        raise InvalidParameter(f"--device is {device!r}, expected one of {torch.cuda.device_count()} CUDA devices")
+    pairs = [(k.to(target), v.to(target)) for k, v in cache.pairs]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="kvpack-bench-", dir=folder) as temporary:
         for number, recipe in enumerate(recipes):
@@ -46,7 +48,8 @@ def run(
             if progress is not None:
                 progress(number + 1, len(recipes))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"device": str(target), "device_name": torch.cuda.get_device_name(target), "cores": cores, "device_rows": rows}
+    name = torch.cuda.get_device_name(target)
+    return {"source": cache.label, "repeats": repeats, "device": str(target), "device_name": name, "cores": cores, "device_rows": rows}
 
 
 def _rows(

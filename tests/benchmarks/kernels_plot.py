@@ -1,27 +1,23 @@
-"""Plots a sweep of kvpack bench kernels: times of whole calls by context length, and ratios to bf16."""
+"""The plot of ``kvpack bench kernels --sweep``: times of whole calls by context length, and ratios to bf16."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from kvpack.bench import quality_plot, synthetic_basis
+from kvpack.bench.kernels import OWN_BF16
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.klt import Klt
-
-from . import quality_plot, synthetic_basis
 
 _SIZE = (11.0, 4.8)
 _LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)), (0, (3, 3)))
 _MAX_WHITE = 0.45
 """Share of white in the color of each codec's last recipe."""
 
-OWN_BF16 = "bf16"
-
 
 def save_plot(report: dict[str, Any], path: Path) -> None:
-    """Write the plot to ``path`` with the suffixes .png and .svg. Raises MissingPackage if matplotlib is not installed, and OSError if a
-    file cannot be written.
-    """
+    """Write the plot to the SVG file ``path``. Raises MissingPackage without matplotlib, and OSError if it cannot be written."""
     figure = quality_plot.import_figure_module().Figure(figsize=_SIZE, dpi=200, layout="constrained")
     sweep = report["sweep"]
     tokens = [table["tokens"] for table in sweep]
@@ -47,8 +43,7 @@ def save_plot(report: dict[str, Any], path: Path) -> None:
     slowest_first = sorted(sweep[-1]["rows"], key=lambda row: -row["whole_seconds"])
     names = [row["recipe"] for row in slowest_first]
     figure.legend([lines[name] for name in names], names, loc="outside right center", fontsize=6.5, frameon=False)
-    figure.savefig(path.with_suffix(".png"), metadata={"Software": None})
-    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None})
 
 
 def _styles(rows: list[dict[str, Any]], dim: int) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidType, OutOfBounds
 from .cache.layer import Layer
 from .cache.tiled_attention import attend_chunk
 from .coding import dispatch
-from .runtime.modes import float32_no_grad, without_autocast
+from .runtime.modes import float32_no_grad, is_traced, without_autocast
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -96,7 +96,7 @@ def attend(
         sliding_window = as_integer(sliding_window, "sliding_window")
     # Calls that passed the checks once are launched without them, because checks take longer than the kernels.
     request: Any = None
-    if lengths is starts is sink_logits is None and isinstance(q, torch.Tensor) and isinstance(layer, Layer) and not q.requires_grad:
+    if lengths is starts is sink_logits is None and isinstance(q, torch.Tensor) and isinstance(layer, Layer) and not is_traced(q):
         request = (q.shape, q.dtype, q.device, q.layout, (scale, causal, softcap, sliding_window), dispatch.environment_key())
         if (prepared := _prepared_calls.get(layer, {}).get(request) or _prepared_call(q, layer, request)) is not None:
             return prepared(q)
@@ -104,13 +104,14 @@ def attend(
     sizes = k.batch, layer.skipped, k.tokens
     lengths, starts = checked_tokens("lengths", lengths, *sizes), checked_tokens("starts", starts, *sizes)
     scale = k.dim**-0.5 if scale is None else scale
-    if (cpu_call := cpu_attention(q, layer)) is not None:
+    sinks_traced = is_traced(sink_logits)
+    if not sinks_traced and (cpu_call := cpu_attention(q, layer)) is not None:
         if request is not None:
             prepared = partial(cpu_call, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window)
             _prepared_calls.setdefault(layer, {})[request] = prepared
         return cpu_call(q, scale, causal, softcap, sliding_window, sink_logits, lengths, starts)
     with without_autocast(q.device):
-        if (kernels := attention_kernels(q, layer) or many_queries_kernels(q, layer)) is not None:
+        if not sinks_traced and (kernels := attention_kernels(q, layer) or many_queries_kernels(q, layer)) is not None:
             options = kernels.AttendOptions(
                 scale, causal, softcap, sliding_window, lengths is not None, sink_logits is not None, starts is not None
             )
@@ -119,14 +120,13 @@ def attend(
                 _prepared_calls.setdefault(layer, {})[request] = prepared
                 _remember_options(layer, request, options, kernels)
             return prepared(q, sink_logits, lengths, starts)  # type: ignore[no-any-return]
-        out = torch.empty(*q.shape[:3], v.dim, dtype=q.dtype, device=q.device)
+        chunks = []
         for first in range(0, q.shape[2], QUERIES_AT_A_TIME):
             chunk = q[:, :, first : first + QUERIES_AT_A_TIME].to(torch.float32) * scale
             position = k.tokens - q.shape[2] + first
-            out[:, :, first : first + QUERIES_AT_A_TIME] = attend_chunk(
-                chunk, k, v, position, causal, softcap, sliding_window, sink_logits, lengths, starts
-            )
-    return out
+            out = attend_chunk(chunk, k, v, position, causal, softcap, sliding_window, sink_logits, lengths, starts)
+            chunks.append(out.to(q.dtype))
+        return torch.cat(chunks, 2)
 
 
 def _prepared_call(q: torch.Tensor, layer: Layer, request: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -188,7 +188,7 @@ def attention_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
 
     Raises the same errors as ``uses_triton``.
     """
-    if not dispatch.uses_triton(q.device) or q.requires_grad:
+    if not dispatch.uses_triton(q.device) or is_traced(q):
         return None
     if any(len(side.runs) > MAX_RUNS for side in layer.sides.values()):
         return None
@@ -202,7 +202,7 @@ def many_queries_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
 
     These kernels are for calls that ``attention_kernels`` does not support. Raises the same errors as ``uses_triton``.
     """
-    if not dispatch.uses_triton(q.device) or q.requires_grad:
+    if not dispatch.uses_triton(q.device) or is_traced(q):
         return None
     from kvpack.kernels.attend import many_queries
 
@@ -214,7 +214,7 @@ def cpu_attention(q: torch.Tensor, layer: Layer) -> PreparedAttention | None:
 
     Raises the same errors as ``uses_c``.
     """
-    if not dispatch.uses_c(q.device) or q.requires_grad or layer.k is None or layer.v is None:
+    if not dispatch.uses_c(q.device) or is_traced(q) or layer.k is None or layer.v is None:
         return None
     if layer not in _cpu_calls:
         from kvpack.kernels.cpu.attend import PreparedAttention

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import kvpack
 from kvpack import attention
@@ -58,6 +60,34 @@ def test_attend_equals_softmax_over_unpacked(recipe: str, monkeypatch: pytest.Mo
             out = kvpack.attend(q, cache[0], scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window)
             assert out.shape == (2, 6, 7, 96)
             assert torch.allclose(out.to(torch.float64), expected, rtol=TOLERANCE, atol=TOLERANCE), (mode, kernels)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("live", [False, True])
+def test_derivatives_and_transforms_of_queries_are_exact(live: bool) -> None:
+    """Kernels would lose tangents and gradients, and cannot read the tensors of ``torch.func``."""
+    pairs = random_pairs(1, 150, batch=2, dims=(64, 96))
+    grown = kvpack.LiveCache("fp8", layers=1)
+    grown.update(0, *pairs[0])
+    layer = grown.layer(0)
+    q, tangent = torch.randn(2, 2, 6, 3, 64, generator=torch.Generator().manual_seed(2))
+
+    def attend(q: torch.Tensor, **options: Any) -> torch.Tensor:
+        return grown.attend(0, q, **options) if live else kvpack.attend(q, layer, **options)
+
+    out, expected = attend(q), partial(plain, layer=layer, scale=None, causal=True, softcap=None, sliding_window=None)
+    assert torch.allclose(torch.func.vmap(attend)(torch.stack([q, -q]))[0], out, atol=TOLERANCE)
+    change = torch.func.jvp(attend, (q,), (tangent,))[1]
+    assert torch.allclose(change, torch.func.jvp(expected, (q,), (tangent,))[1].to(q.dtype), atol=1e-4)
+    with forward_ad.dual_level():
+        assert torch.equal(forward_ad.unpack_dual(attend(forward_ad.make_dual(q, tangent))).tangent, change)
+    sinks = torch.zeros(6, requires_grad=True)
+    attend(q, sink_logits=sinks).sum().backward()
+    assert sinks.grad is not None
+    step = torch.full_like(sinks, 0.01)
+    with torch.no_grad():
+        difference = attend(q, sink_logits=step) - attend(q, sink_logits=-step)
+    assert torch.allclose(sinks.grad.sum(), difference.sum() / 0.02, rtol=0.01)
 
 
 @pytest.mark.parametrize("q_len", [1, 2, 63, 150])

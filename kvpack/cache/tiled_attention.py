@@ -10,7 +10,7 @@ import torch
 
 from kvpack.coding.blocks import for_each_block
 from kvpack.formats.products import plain_product
-from kvpack.runtime.modes import float32_no_grad
+from kvpack.runtime.modes import float32_no_grad, is_traced
 
 from .side import Side, sequences_at_once, tokens_at_once
 
@@ -66,7 +66,7 @@ def attend_chunk(
         parts[first] = _attend_tiles(q.reshape(batch, k.heads, rows, k.dim), k, v, tiles[first:last], softcap, mask, clear)
 
     blocks = [(first, min(first + TILES_AT_A_TIME, len(tiles))) for first in range(0, len(tiles), TILES_AT_A_TIME)]
-    if q.requires_grad:
+    if is_traced(q, sink_logits):
         for block in blocks:
             attend_part(*block)
     else:
@@ -134,10 +134,10 @@ def _attend_tiles(
     clear: Callable[[torch.Tensor, int, int], torch.Tensor],
 ) -> _PartialSum:
     batch, heads, rows, _ = raw_q.shape
-    largest = torch.full((batch, heads, rows, 1), -torch.inf, dtype=torch.float32, device=raw_q.device)
+    largest = raw_q.new_full((batch, heads, rows, 1), -torch.inf)
     total = torch.zeros_like(largest)
     # Values are summed in a run's rotated frame, and only the sum is rotated back.
-    out = torch.zeros(batch, heads, rows, v.dim, dtype=torch.float32, device=raw_q.device)
+    out = raw_q.new_zeros((batch, heads, rows, v.dim))
     run_sum, summed_run = torch.zeros_like(out), None
     run_q, queried_run = raw_q, None
     for start, stop in tiles:

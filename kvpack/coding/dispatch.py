@@ -412,7 +412,7 @@ def uses_triton(device: torch.device) -> bool:
     """
     backend = _checked_backend(os.environ.get(VARIABLE, ""))
     if backend != "triton":
-        wanted = not backend and device.type == "cuda"
+        wanted = not backend and device.type == "cuda" and not _in_transform()
         if wanted and not triton_version.is_supported():
             triton_version.warn_unsupported()
         return wanted and triton_version.is_supported()
@@ -433,7 +433,7 @@ def uses_c(device: torch.device) -> bool:
     invalid, or if it is "cpu" and the C kernels were not built.
     """
     backend = _checked_backend(os.environ.get(VARIABLE, ""))
-    if device.type != "cpu" or backend not in ("", "cpu"):
+    if device.type != "cpu" or backend not in ("", "cpu") or _in_transform():
         return False
     if not c_is_built():
         if backend == "cpu":
@@ -441,6 +441,13 @@ def uses_c(device: torch.device) -> bool:
         _warn_missing()
         return False
     return True
+
+
+def _in_transform() -> bool:
+    """Return True within a transform of ``torch.func``, whose tensors have no memory that kernels could read."""
+    import torch
+
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @cache

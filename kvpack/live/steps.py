@@ -14,7 +14,7 @@ from kvpack.attention import check_call, checked_tokens, cpu_attention
 from kvpack.coding import dispatch
 from kvpack.coding.encoding import check_finite
 from kvpack.formats.errors import OutOfBounds
-from kvpack.runtime.modes import float32_no_grad
+from kvpack.runtime.modes import float32_no_grad, is_traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,7 +52,7 @@ class TritonSteps:
     @staticmethod
     def supports(layer: LiveLayer, q: torch.Tensor) -> bool:
         """Return True if the layer has keys and values and the kernels support queries like ``q``."""
-        if set(layer.sides) != {"k", "v"} or not isinstance(q, torch.Tensor) or q.requires_grad:
+        if set(layer.sides) != {"k", "v"} or not isinstance(q, torch.Tensor) or is_traced(q):
             return False
         return dispatch.uses_triton(q.device) and q.device == layer.device
 
@@ -96,7 +96,7 @@ class TritonSteps:
         layer = self._layer
         if not isinstance(q, torch.Tensor) or q.dim() != 4 or q.shape[2] > layer.raw_tokens or layer.is_uneven:
             return None
-        if q.requires_grad or not self._supports_starts(starts):
+        if is_traced(q, sink_logits) or not self._supports_starts(starts):
             return None
         if layer.skipped and (window is None or self._packed_tokens + layer.raw_tokens - q.shape[2] < window - 1):
             return None
@@ -242,7 +242,7 @@ class CpuSteps:
         layer = self._layer
         if self._version != layer.version:
             self._prepare()
-        if not self._is_even or not isinstance(q, torch.Tensor) or q.requires_grad or q.layout != torch.strided:
+        if not self._is_even or not isinstance(q, torch.Tensor) or is_traced(q, sink_logits) or q.layout != torch.strided:
             return None
         tokens, queries = self._older + layer.raw_tokens, q.shape[2] if q.dim() == 4 else 0
         if not 1 <= queries <= tokens or (layer.skipped and (window is None or tokens - queries < window - 1)):

@@ -6,8 +6,11 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 
 
 def float32_no_grad(device: torch.device) -> AbstractContextManager[None]:
@@ -20,6 +23,13 @@ def float32_no_grad(device: torch.device) -> AbstractContextManager[None]:
     if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device.type) or flushes_subnormals():
         return _set_modes(device)
     return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
+
+
+def is_traced(*values: Any) -> bool:
+    """Return True if autograd, forward-mode differentiation or a transform of ``torch.func`` must see the operations on these tensors."""
+    if forward_ad._current_level >= 0 or peek_interpreter_stack() is not None:
+        return True
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in values)
 
 
 def writable(tensor: torch.Tensor) -> AbstractContextManager[None]:

@@ -94,7 +94,7 @@ class PreparedAttention:
                 structs[index] = library.Span(start, stop, k.struct, v.struct, queries[k_frame].data_ptr(), sums[v_frame].data_ptr())
             sinks = None if sink_logits is None else sink_logits.detach().to("cpu", torch.float32).contiguous()
             work = batch * heads * rows * max(0, end - begin) * (self._k_dim + v_dim)
-            threads = min(library.thread_count(threads, torch.get_num_threads()), 1 + work // MIN_VALUES)
+            threads = library.thread_count(threads, 1 + work // MIN_VALUES)
             call = library.AttendArguments(
                 batch, heads, rows, q_len, v_dim, visible.ctypes.data, None if sinks is None else sinks.data_ptr(), softcap or 0.0,
                 structs, len(spans), threads, level,

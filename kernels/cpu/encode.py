@@ -251,7 +251,7 @@ def create_call(
         call.bounds[index] = library.Table(table.data_ptr(), len(table))
     if x is not None:
         call.x, call.level = library.Stream.describe(x), level
-        call.threads = min(library.thread_count(threads, torch.get_num_threads()), 1 + x.numel() // MIN_VALUES)
+        call.threads = library.thread_count(threads, 1 + x.numel() // MIN_VALUES)
     return call, description.streams, (description, rotation, tables)
 
 
@@ -329,7 +329,7 @@ def measure_sizes(
         return None
     norms, largest = torch.empty(2, batch, heads, tokens, dtype=torch.float32, device="cpu")
     if x.numel():
-        threads = min(library.thread_count(threads, torch.get_num_threads()), 1 + x.numel() // MIN_VALUES)
+        threads = library.thread_count(threads, 1 + x.numel() // MIN_VALUES)
         values = library.Stream.describe(x)
         if batch == 1:
             # Threads divide the work by layers.
@@ -401,11 +401,5 @@ def has_large(sizes: torch.Tensor, ratio: float, level: int = 0, kind: int = _FL
         return None
     tokens, members = (sizes.shape[-1], 1) if kind == _FLOATS else sizes.shape[2:4]
     rows = sizes.nbytes // (tokens * members * (1 if kind == _POWERS else 4))
-    return run_size_check(library.SizesArguments(sizes.data_ptr(), kind, 1, 0, rows, tokens, members, PAGE_TOKENS, ratio, level))
-
-
-def run_size_check(call: library.SizesArguments) -> bool:
-    """Run the C function on the struct ``call``. Returns True if it finds a large size."""
-    c_library = library.library()
-    assert c_library is not None
-    return bool(c_library.kvpack_has_large(ctypes.byref(call)))
+    call = library.SizesArguments(sizes.data_ptr(), kind, 1, 0, rows, tokens, members, PAGE_TOKENS, ratio, level)
+    return library.run("has_large", call, "compare sizes") != 0

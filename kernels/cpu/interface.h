@@ -7,7 +7,7 @@
 #define EXPORTED __attribute__((visibility("default")))
 
 /* Changes with every structure or function in this file. library.py refuses a library with another number. */
-#define KVPACK_INTERFACE 36
+#define KVPACK_INTERFACE 37
 
 enum { HEAD_RUN = 5 };
 enum { SIZE_FLOATS, SIZE_PAIRS, SIZE_POWERS };
@@ -301,7 +301,7 @@ int64_t kvpack_rans(const Rans *call);
 int64_t kvpack_rans_encode(const RansEncode *call);
 int64_t kvpack_raw_slots(const RawSlots *call);
 
-/* Returns 1 if a size exceeds `ratio` times the lower median of its page, ignoring NaN, and 0 otherwise (formats/token_norms.py,
+/* Returns 2 if a size exceeds `ratio` times the lower median of its page, ignoring NaN, and 0 otherwise (formats/token_norms.py,
    has_large_size). */
 int64_t kvpack_has_large(const Sizes *call);
 

@@ -345,7 +345,7 @@ EXPORTED int64_t kvpack_raw_slots(const RawSlots *call) {
     return kvpack_for_each(choose_item, &job, call->layers, call->threads, bytes);
 }
 
-EXPORTED int64_t kvpack_has_large(const Sizes *call) { return level_of(call->level)->have_large(call); }
+EXPORTED int64_t kvpack_has_large(const Sizes *call) { return level_of(call->level)->have_large(call) ? 2 : 0; }
 
 static void rans_item(const void *context, int64_t number, char *memory) {
     const Job *job = context;

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvpack.formats.errors import InvalidParameter
 from kvpack.runtime.reader import Read, declare
+from kvpack.runtime.threads import outer
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 THREADS = "KVPACK_THREADS"
 """Name of the environment variable that sets the number of threads per call."""
 
-INTERFACE = 36
+INTERFACE = 37
 """Version of interface.h that the structures below mirror."""
 
 _OUT_OF_MEMORY = 1
@@ -268,19 +269,21 @@ def levels() -> tuple[str, ...]:
     return tuple(names)
 
 
-def thread_count(threads: int | None, default: int) -> int:
-    """Return ``threads`` if it is not None, otherwise the environment variable KVPACK_THREADS if it is set, otherwise ``default``.
+def thread_count(threads: int | None, most: int) -> int:
+    """Return ``threads`` if it is not None, otherwise the environment variable KVPACK_THREADS if it is set, otherwise PyTorch's number.
 
-    Raises InvalidParameter if KVPACK_THREADS is not an integer from 1 to 9999.
+    The result is at most ``most``. Raises InvalidParameter if KVPACK_THREADS is not an integer from 1 to 9999.
     """
     if threads is not None:
-        return threads
+        return min(threads, most)
     text = os.environ.get(THREADS, "")
     if not text:
-        return default
+        import torch
+
+        return min(outer.threads or torch.get_num_threads(), most)
     if not (text.isascii() and text.isdigit() and 1 <= len(text) <= 4 and int(text) >= 1):
         raise InvalidParameter(f"the environment variable {THREADS} is {text!r}; set it to an integer from 1 to 9999, or unset it")
-    return int(text)
+    return min(int(text), most)
 
 
 def add_words(data: memoryview, checksum: int) -> int:

@@ -59,7 +59,7 @@ def encode(
     rows = min(max(1, MAX_VALUES_AT_ONCE // (batch * heads * dim * codec.chunk)), -(-tokens // codec.chunk))
     exponents = numpy.empty((rows * batch * heads, min(codec.chunk, tokens) * dim), numpy.uint8)
     call = library.SplitArguments(batch=batch, heads=heads, dim=dim, chunk=codec.chunk, longest=exponents.shape[1], level=level)
-    call.threads = min(library.thread_count(threads, torch.get_num_threads()), 1 + x.numel() // MIN_VALUES)
+    call.threads = library.thread_count(threads, 1 + x.numel() // MIN_VALUES)
 
     def run(start: int, stop: int, *, exponents: Numbers | None = None, counts: Numbers | None = None) -> None:
         call.x, call.plane = (library.Stream.describe(tensor[:, :, start:]) for tensor in (x, plane))
@@ -104,7 +104,7 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
 def _join_values(codec: Lossless, streams: dict[str, torch.Tensor], out: torch.Tensor, threads: int | None, level: int) -> None:
     batch, heads, tokens, dim = out.shape
     exponents, plane = codec.exponents(streams), streams["signed_fractions.0"]
-    threads = min(library.thread_count(threads, torch.get_num_threads()), 1 + out.numel() // MIN_VALUES)
+    threads = library.thread_count(threads, 1 + out.numel() // MIN_VALUES)
     call = library.JoinArguments(
         exponents.ctypes.data,
         library.Stream.describe(plane),

@@ -97,7 +97,7 @@ class LargeErrorCheck:
         """Return True if the packed row at address ``row`` has a large error (see ``encode.has_large_error``)."""
         call = library.SizesArguments.from_buffer_copy(self._call)
         call.data = row + self._offset
-        return encode.run_size_check(call)
+        return library.run("has_large", call, "compare sizes") != 0
 
 
 def supports_error_check(codec: Codec) -> bool:

@@ -47,7 +47,7 @@ def decode(
     )
     chunk_tables, symbol_tables = _split_table(table_indices, len(tables), (count, longest))
     last = numpy.empty((count, rans.LANES), numpy.uint32)
-    threads = min(library.thread_count(threads, torch.get_num_threads()), 1 + int(lengths.sum()) // MIN_SYMBOLS)
+    threads = library.thread_count(threads, 1 + int(lengths.sum()) // MIN_SYMBOLS)
     # Chunks do not share output, and words past the end are read as 0.
     addresses = (array.ctypes.data for array in (words, first, states, lengths, slots))
     output_addresses = (array.ctypes.data for array in (symbols, read, last))
@@ -102,7 +102,7 @@ def encode_separately(
     steps["bias"][:, :alphabet] = numpy.cumsum(tables, 1) - tables + (rans.TOTAL - 1) * (frequencies == 1)
     words, written = numpy.empty((count, stride), numpy.uint16), numpy.empty(count, numpy.int64)
     states = numpy.empty((count, rans.LANES), numpy.uint32)
-    threads = min(library.thread_count(threads, torch.get_num_threads()), 1 + int(lengths.sum()) // MIN_SYMBOLS)
+    threads = library.thread_count(threads, 1 + int(lengths.sum()) // MIN_SYMBOLS)
     addresses = (array.ctypes.data for array in (steps, words, written, states))
     call = library.RansEncodeArguments(
         symbols.ctypes.data, lengths.ctypes.data, _address(chunk_tables), _address(symbol_tables), *addresses, count, stride, threads, level

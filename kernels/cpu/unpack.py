@@ -64,8 +64,7 @@ def _unpack_balanced(side: Side, parts: list[SidePart], balanced: FrameMap, out:
 def _unpack_parts(side: Side, parts: list[SidePart], out: torch.Tensor, threads: int | None, level: int) -> None:
     """Unpack ``parts`` into ``out``, and apply inverse rotations and channel scales."""
     batch, heads = out.shape[:2]
-    max_threads = 1 + out.numel() // MIN_VALUES
-    threads = min(library.thread_count(threads, torch.get_num_threads()), max_threads)
+    threads = library.thread_count(threads, 1 + out.numel() // MIN_VALUES)
     for part in parts:
         description = part.describe()
         rotation = codecs.NO_ROTATION if part.frame is None else codecs.describe_rotation(side.codec.rotation)

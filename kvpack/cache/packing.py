@@ -136,7 +136,8 @@ def pack(
             values += x.numel() if isinstance(x, torch.Tensor) else 0
     with float32_no_grad(torch.device("cpu")), shared_arena(values), collect_poor_fits() as poor_fits:
         for numbers, codecs in _encoding_groups(states, recipe):
-            pairs, found = _pack_layers(numbers, states, codecs, recipe.window, start)
+            with dispatch.serial_operations(codecs, states[numbers.start][:2]):
+                pairs, found = _pack_layers(numbers, states, codecs, recipe.window, start)
             outliers += found
             for number, pair in zip(numbers, pairs, strict=True):
                 layer = states[number]

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from kvpack.runtime.modes import float32_no_grad
+from kvpack.runtime.threads import outer
 
 Block = tuple[int, int]
 
@@ -38,7 +39,8 @@ def for_each_block(work: Callable[[int, int], None], blocks: Sequence[Block], de
 
     The caller must be in ``float32_no_grad``, which each thread also enters. Raises the first error.
     """
-    threads = 1 if getattr(_state, "single_threaded", False) else torch.get_num_threads()
+    before = torch.get_num_threads()
+    threads = 1 if getattr(_state, "single_threaded", False) else outer.threads or before
     if len(blocks) < 2 or device.type != "cpu" or threads < 2:
         for start, stop in blocks:
             work(start, stop)
@@ -67,6 +69,6 @@ def for_each_block(work: Callable[[int, int], None], blocks: Sequence[Block], de
             raise
         finally:
             # A thread's first get_num_threads returns the number that any thread set last.
-            torch.set_num_threads(threads)
+            torch.set_num_threads(before)
         for _ in results:
             pass

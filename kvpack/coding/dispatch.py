@@ -7,6 +7,8 @@ kvpack uses PyTorch operations and warns once. With TRITON_INTERPRET=1, Triton k
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import os
 import warnings
 from functools import cache
@@ -22,11 +24,12 @@ from kvpack.formats.lossless import Lossless
 from kvpack.formats.runs import Run
 from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.formats.token_norms import norms_per_head
+from kvpack.runtime.threads import outer
 
 from . import triton_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy
     import torch
@@ -126,6 +129,49 @@ def _decodes_to(codec: Lossless, streams: Mapping[str, torch.Tensor], x: torch.T
     decoded = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     is_decoded = decode.decode_into(codec, [PackedPart(streams, x.shape[2], 0)], decoded, True)
     return is_decoded and torch.equal(decoded.view(torch.int16), x.view(torch.int16))
+
+
+@contextlib.contextmanager
+def serial_operations(codecs: Sequence[Codec | None], sides: Sequence[Any]) -> Iterator[None]:
+    """Return a context manager that limits PyTorch in this thread to one thread if C encodes all ``sides``, which are tensors, or None.
+
+    The threads of C are not limited. For milliseconds after an operation, PyTorch's threads wait for the next one in a loop, and would
+    share the cores with those of C. PyTorch's operations between calls of C are short.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    serial = threads > 1 and not outer.threads
+    for codec, x in zip(codecs, sides, strict=True):
+        if serial and codec is not None:
+            serial = isinstance(x, torch.Tensor) and uses_c(x.device)
+            if serial:
+                from kvpack.kernels.cpu import encode as c_encode
+
+                serial = c_encode.supports(codec.without_raw_positions)
+    if not serial:
+        yield
+        return
+    restored = _thread.allocate_lock()
+
+    def restore() -> None:
+        # A thread that uses PyTorch for the first time gets the number that any thread has set last.
+        torch.set_num_threads(threads)
+        restored.release()
+
+    torch.set_num_threads(1)
+    outer.threads = threads
+    restored.acquire()
+    try:
+        _thread.start_new_thread(restore, ())
+    except (RuntimeError, MemoryError):
+        restored.release()
+    try:
+        yield
+    finally:
+        outer.threads = 0
+        with restored:
+            torch.set_num_threads(threads)
 
 
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -145,6 +145,14 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+class _OuterThreads(threading.local):
+    threads = 0
+
+
+outer = _OuterThreads()
+"""The calling thread's number of PyTorch threads outside of ``dispatch.serial_operations``, or 0 if it is outside."""
+
+
 class WorkerThreads:
     """A pool of ``count`` threads named ``name``. Threads start on first use, and a forked child starts its own."""
 

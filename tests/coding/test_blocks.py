@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING
 
@@ -9,10 +10,11 @@ import pytest
 import torch
 
 import kvpack
-from kvpack.coding import encoding
+from kvpack.coding import dispatch, encoding
 from kvpack.coding.blocks import for_each_block
 from kvpack.formats import quaternion_search
 from kvpack.formats.errors import InvalidParameter
+from kvpack.kernels.cpu import library
 from support.caches import RECIPES, random_pairs, unpack_all
 
 if TYPE_CHECKING:
@@ -89,6 +91,28 @@ def test_concurrent_users_have_separate_threads() -> None:
     late.join()
     assert after == {"first": 2, "second": 2, "late": 2}
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.skipif(not dispatch.c_is_built(), reason="the C kernels were not built")
+def test_only_kernels_use_all_threads_while_c_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    monkeypatch.delenv(library.THREADS, raising=False)
+    x, of_new_threads = torch.randn(1, 2, 40, 64), []
+
+    def threads(words: str) -> tuple[int, int]:
+        with dispatch.serial_operations([kvpack.Recipe(f"k={words};v=raw").codec(0, 1, "k", 64), None], [x, None]):
+            return torch.get_num_threads(), library.thread_count(None, 9)
+
+    assert threads("octahedral:b=3,mean=32") == (1, 2)
+    assert threads("scalar:b=2,outliers=3") == (2, 2)
+    with contextlib.suppress(ValueError), dispatch.serial_operations([kvpack.Recipe("fp8").codec(0, 1, "k", 64)], [x]):
+        while 2 not in of_new_threads:
+            thread = threading.Thread(target=lambda: of_new_threads.append(torch.get_num_threads()))
+            thread.start()
+            thread.join()
+        raise ValueError
+    assert (torch.get_num_threads(), library.thread_count(None, 9)) == (2, 2)
 
 
 @pytest.mark.scenario

@@ -236,7 +236,7 @@ def check_output_path(path: str) -> None:
     """Raise WriteFailed if a regular file ``path`` cannot be written. Commands call this before they compute what they write."""
     target = _link_target(path)
     folder = os.path.dirname(target) or "."
-    if not path or _is_special(path):
+    if path in ("", "-") or _is_special(path):
         raise WriteFailed(f"cannot write {path!r}: it is not a regular file: pass the path of a regular or a new file")
     _check_writable(path, target)
     if not os.path.isdir(folder):
@@ -280,7 +280,7 @@ def _set_mode(descriptor: int, target: str, folder: str) -> None:
                 # If the file could not keep its group, the new group gets only the permissions granted to others.
                 mode = mode & 0o707 | (mode & 0o007) << 3
     # Some file systems have no modes.
-    with contextlib.suppress(PermissionError):
+    with contextlib.suppress(OSError):
         os.fchmod(descriptor, mode)
 
 

@@ -316,6 +316,7 @@ def test_an_unwritable_folder_is_reported(file: Path, tmp_path: Path, capsys: py
         (tmp_path / "no" / "out", "no is not a folder: pass"),
         (link, "no is not a folder: pass"),
         (tmp_path, "it is not a regular file: pass"),
+        ("-", "it is not a regular file: pass"),
         (kept, "the file is read-only"),
     ):
         for words in (["convert", file, output, "kivi-4"], ["unpack", file, output], [*cache, output, "--force"]):

@@ -48,6 +48,15 @@ def test_a_new_file_has_the_mode_from_the_umask(mask: int, expected: int, tmp_pa
     assert os.listdir(tmp_path) == ["a"]
 
 
+def test_a_file_system_need_not_support_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fchmod(descriptor: int, mode: int) -> None:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr(os, "fchmod", fchmod)
+    write_file(tmp_path / "a", DATA)
+    assert (tmp_path / "a").read_bytes() == DATA[0]
+
+
 def test_a_save_completes_while_another_one_cleans_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create = atomic._create
 

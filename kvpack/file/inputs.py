@@ -96,7 +96,10 @@ class Inputs:
 
     def __post_init__(self) -> None:
         if not isinstance(self.token_ids, bytes) or len(self.token_ids) % ID_BYTES:
-            raise InvalidParameter(f"token_ids must be bytes, {ID_BYTES} for each id, but got {_describe_token_ids(self.token_ids)}")
+            raise InvalidParameter(
+                f"token_ids must be bytes, {ID_BYTES} for each id, but got {_describe_token_ids(self.token_ids)}: pass, for example, "
+                "numpy.array(ids, '<u4').tobytes()"
+            )
         if not _is_tuple(self.undetermined, str) or not all(self.undetermined):
             raise InvalidParameter(f"undetermined is {describe(self.undetermined)}, expected a tuple of nonempty strings")
         if not _is_tuple(self.starts, int) or any(start < 0 for start in self.starts):

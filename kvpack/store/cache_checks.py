@@ -129,7 +129,7 @@ def require_input_digests(cache: Cache, digests: Sequence[bytes], chunk: int) ->
             if text.endswith(WITHOUT_IDS):
                 raise InvalidParameter(
                     f"{text}, so token_ids cannot be compared with the ids they were computed from: if you know all ids, "
-                    "use dataclasses.replace(cache, inputs=kvpack.Inputs(ids))"
+                    "use dataclasses.replace(cache, inputs=kvpack.Inputs(numpy.array(ids, '<u4').tobytes()))"
                 )
             raise InvalidParameter(
                 f"{text}: token ids alone do not determine the cache's keys and values. Pass inputs= with one digest "

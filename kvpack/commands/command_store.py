@@ -41,8 +41,8 @@ class CommandStore:
 
     @property
     def name(self) -> str:
-        """The location without passwords, for printing."""
-        return redacted_location(self.arguments.store)
+        """The location without passwords and control characters, for printing."""
+        return printable(redacted_location(self.arguments.store))
 
     def has_failed(self, entries: int) -> bool:
         """Return True if faults kept the store from returning any entry. ``entries`` is the number of returned entries."""

@@ -72,7 +72,7 @@ class Store:
             folder that others may write to is refused, and another user's folder is only read, by copying files (spec/store.md, Trust).
         timeout: Maximum number of seconds per request. Defaults to 1 for Redis and 5 for object stores.
         storage_options: Settings of obstore by name, such as endpoint. Other settings come from environment variables.
-        write_back: Write all tiers except the first in the background. ``close`` waits for them.
+        write_back: Write all tiers except the first in the background. ``close`` and the end of the program wait for them, until Ctrl-C.
         encryption: AES keys of 16, 24 or 32 bytes by id. Entries are encrypted with the first key and read with any of them. An unencrypted
             entry counts as damaged. An entry with an unknown key is kept, but does not count as stored.
         check_values: Check the rules of the codecs, not only digests, on every load. By default, they are checked if other users may write

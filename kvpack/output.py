@@ -52,6 +52,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
     On a terminal that is too narrow, text is wrapped between words. Cells are never truncated.
     """
+    from rich.align import Align
     from rich.box import SIMPLE_HEAD
     from rich.cells import cell_len
     from rich.console import Console
@@ -67,7 +68,8 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for number, (column, width) in enumerate(zip(columns, widths, strict=True)):
         justify: Literal["left", "right"] = "left" if number < text_columns else "right"
-        table.add_column(Text(column), justify=justify, no_wrap=number >= text_columns, width=width, vertical="bottom")
+        header = Align(Text(column), justify, vertical="bottom")
+        table.add_column(header, justify=justify, no_wrap=number >= text_columns, width=width)
     for row in rows:
         table.add_row(*map(Text, row))
     console = Console()

@@ -1,7 +1,6 @@
 """Checks of the records next to a store's entries (pins and usage records), which others may have written. They do not need torch.
 
-The first byte of an input selects the kind: a pin with an owner and an end, a pin of an earlier version, or a usage record whose name ends
-with a line feed.
+The first byte of an input selects the kind: a pin, or a usage record whose name ends with a line feed.
 """
 
 from __future__ import annotations
@@ -13,21 +12,20 @@ from kvpack.formats.errors import InvalidHeader
 from kvpack.store.backend import PinTerms
 from kvpack.store.keys import KEY_BYTES
 from kvpack.store.last_used import eviction_order, merge_records, parse_last_uses
-from kvpack.store.pins import encode_pin, is_active, parse_old_pin, parse_pin
+from kvpack.store.pins import encode_pin, is_active, parse_pin
 
 if TYPE_CHECKING:
     import random
 
     from kvpack.store.backend import Pin
 
-_PIN, _OLD_PIN, _USES = b"h", b"e", b"u"
+_PIN, _USES = b"h", b"u"
 _PUT_NS, _NOW_NS = 10**18, 2 * 10**18
 _KEYS = [bytes([number]) * KEY_BYTES for number in range(1, 5)]
 _NAME = f"{10**17:020d}-{'0f' * 8}"
 SEEDS = (
     _PIN + encode_pin(_KEYS, PinTerms("host:1", 2**40)),
     _PIN + encode_pin(_KEYS[:1], PinTerms("", 0)),
-    _OLD_PIN + b"".join(_KEYS),
     *(_USES + name.encode() + b"\n" + b"".join(_KEYS) for name in (_NAME, f"{_NAME}-ttl60", f"{_NAME}-ttl60-merged", "other")),
 )
 
@@ -42,15 +40,14 @@ def check_record(data: bytes) -> bool:
     kind, record = data[:1], data[1:]
     if kind == _USES:
         return _check_uses(record)
-    if kind not in (_PIN, _OLD_PIN):
+    if kind != _PIN:
         return False
     try:
-        pin = parse_pin("fuzz", record) if kind == _PIN else parse_old_pin(record)
+        pin = parse_pin("fuzz", record)
     except InvalidHeader:
         return False
-    if pin is not None:
-        _check_pin(pin)
-    return pin is not None
+    _check_pin(pin)
+    return True
 
 
 def _check_pin(pin: Pin) -> None:
@@ -59,7 +56,7 @@ def _check_pin(pin: Pin) -> None:
     assert pin.key == pin.chain[-1]
     assert type(is_active(pin)) is bool
     # An owner that is not valid text is escaped, which may make it too long.
-    if pin.until is not None and len(pin.owner.encode()) < 2**16:
+    if len(pin.owner.encode()) < 2**16:
         assert parse_pin("fuzz", encode_pin(pin.chain, PinTerms(pin.owner, pin.until))) == pin
 
 

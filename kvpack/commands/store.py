@@ -267,14 +267,14 @@ def run_stat(arguments: argparse.Namespace) -> int:
         print_table(
             "pins",
             ["key", "owner", "chunks", "until"],
-            ([pin["key"][:16], printable(pin["owner"]), f"{pin['chunks']:,}", _expiry_text(pin["until"])] for pin in pins),
+            ([pin["key"][:16], printable(pin["owner"]), f"{pin['chunks']:,}", _time_text(pin["until"])] for pin in pins),
             text_columns=2,
         )
     return store.exit_code()
 
 
-def _expiry_text(until: int | None) -> str:
-    return "unpinned" if until is None else f"{datetime.datetime.fromtimestamp(min(until, _LAST_TIME), datetime.UTC):%Y-%m-%d %H:%M} UTC"
+def _time_text(seconds: int) -> str:
+    return f"{datetime.datetime.fromtimestamp(min(seconds, _LAST_TIME), datetime.UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def run_rm(arguments: argparse.Namespace) -> int:

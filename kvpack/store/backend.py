@@ -77,11 +77,11 @@ class PinTerms(NamedTuple):
 
 
 class Pin(NamedTuple):
-    """A pinned chain, the pin's owner, and the pin's end in seconds since 1970. Pins from earlier versions have no owner and never end."""
+    """A pinned chain, the pin's owner, and the pin's end in seconds since 1970."""
 
     chain: tuple[bytes, ...]
     owner: str
-    until: int | None
+    until: int
 
     @property
     def key(self) -> bytes:

@@ -3,7 +3,6 @@
 <root>/3/f/3f...e1       an entry, named by the hexadecimal digits of its key
 <root>/unfinished/       files being written, locked by their writers
 <root>/holds/            one file per pinned chain and owner: the chain's keys, and when the pin ends
-<root>/pins/             one file per chain pinned by an earlier version: the chain's keys
 <root>/usage, lock       the count of disk_usage.py, and the evictors' lock
 <root>/index.db          the index of index.py
 """
@@ -84,7 +83,6 @@ class Folder:
         self.durable = durable
         self.trust = Trust(self.root, trusted_group)
         self.unfinished_folder = os.path.join(self.root, UNFINISHED)
-        self.pins_folder = os.path.join(self.root, "pins")
         self.holds_folder = os.path.join(self.root, "holds")
         self._counters = counters
 
@@ -101,9 +99,7 @@ class Folder:
         """Return the disk space, in bytes, used by folders and by files other than entries."""
         top_folders = [f"{self.root}/{first:x}" for first in range(16)]
         extra = [f"{self.root}/{name}" for name in OTHER_FILES]
-        return allocated_bytes(
-            self.root, self.unfinished_folder, self.pins_folder, self.holds_folder, *top_folders, *self.entry_folders, *extra
-        )
+        return allocated_bytes(self.root, self.unfinished_folder, self.holds_folder, *top_folders, *self.entry_folders, *extra)
 
     @cached_property
     def entry_folders(self) -> list[str]:
@@ -163,7 +159,7 @@ class Folder:
         return [bytes.fromhex(name) for name in names if _ENTRY_NAME.fullmatch(name) and int(name[:2], 16) == first_byte]
 
     def unfinished(self) -> Iterator[tuple[str, os.stat_result]]:
-        for folder in (self.unfinished_folder, self.pins_folder, self.holds_folder):
+        for folder in (self.unfinished_folder, self.holds_folder):
             for name, status in regular_files(folder, self._counters):
                 if name.startswith(TEMPORARY_PREFIX):
                     yield os.path.join(folder, name), status

@@ -2,7 +2,6 @@
 
     <prefix>/3/f/3f...e1    an entry, which is put only if it is missing, and never changed
     <prefix>/holds/...      a pinned chain: its owner, its end and its keys
-    <prefix>/pins/...       a chain pinned by an earlier version: its keys
     <prefix>/leases/...     the token of the worker that computes the missing chunks (leases.py)
     <prefix>/uses/...       the entries used, the most recent last (last_used.py)
 
@@ -29,7 +28,7 @@ from .expiry import limit_ttl, pass_seconds
 from .keys import KEY_BYTES
 from .last_used import INTERVAL_SECONDS, LastUse, UseLog, eviction_order, merge_records, parse_last_uses, record_name
 from .objects import SCHEMES, Objects
-from .pins import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
+from .pins import encode_pin, is_active, owner_digest, parse_pin
 
 MAX_CONCURRENT_REQUESTS = 16
 """Maximum number of concurrent requests."""
@@ -46,7 +45,7 @@ MAX_RECORDS_BYTES = 256 * 2**20
 _MAX_SEEN_LEASES = 4096
 """Maximum number of other workers' leases whose age is remembered."""
 _EARLY_SECONDS = 0.25
-_HOLDS, _PINS, _USES, _LEASES = "holds/", "pins/", "uses/", "leases/"
+_HOLDS, _USES, _LEASES = "holds/", "uses/", "leases/"
 
 
 ListedObject = tuple[str, int, int]
@@ -201,10 +200,7 @@ class ObjectStore(SingleTierBackend):
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         folder = _HOLDS + keys[-1].hex() + "/"
-        if owner is None:
-            names = [_PINS + keys[-1].hex(), *(name for name, _, _ in self._names("unpin", folder) or ())]
-        else:
-            names = [folder + owner_digest(owner).hex()]
+        names = [folder + owner_digest(owner).hex()] if owner is not None else [name for name, _, _ in self._names("unpin", folder) or ()]
         return True in [self._remove_pin(name) for name in names]
 
     def _remove_pin(self, name: str) -> bool:
@@ -217,20 +213,19 @@ class ObjectStore(SingleTierBackend):
     def _pins(self, *, sweep: bool = False) -> Sequence[Pin] | None:
         """Return the active pins, or None if the service does not answer. With ``sweep``, expired pins are removed."""
         result = []
-        for folder in (_PINS, _HOLDS):
-            names = self._names("pinned", folder)
-            if names is None:
-                return None
-            for (name, _, _), data in zip(names, self._read_all(names), strict=True):
-                try:
-                    pin = None if not data else parse_old_pin(bytes(data)) if folder == _PINS else parse_pin(name, bytes(data))
-                except InvalidHeader as error:
-                    self._counters.fault("pinned", error)
-                    continue
-                if pin is not None and is_active(pin):
-                    result.append(pin)
-                elif pin is not None and sweep:
-                    self._remove(name)
+        names = self._names("pinned", _HOLDS)
+        if names is None:
+            return None
+        for (name, _, _), data in zip(names, self._read_all(names), strict=True):
+            try:
+                pin = parse_pin(name, bytes(data)) if data else None
+            except InvalidHeader as error:
+                self._counters.fault("pinned", error)
+                continue
+            if pin is not None and is_active(pin):
+                result.append(pin)
+            elif pin is not None and sweep:
+                self._remove(name)
         return result
 
     def take_lease(self, key: bytes, seconds: float) -> Lease | None:

@@ -1,7 +1,4 @@
-"""The pinned chains of a folder. The file of a pin is named after its chain and owner. It contains the chain's keys and the pin's end.
-
-Pins from earlier versions are in a separate folder. They have no owner and never end.
-"""
+"""The pinned chains of a folder. The file of a pin is named after its chain and owner. It contains the chain's keys and the pin's end."""
 
 from __future__ import annotations
 
@@ -72,19 +69,13 @@ def parse_pin(name: str, data: bytes) -> Pin:
     return Pin(chain, data[_HEAD.size : _HEAD.size + length].decode(errors="replace"), until)
 
 
-def parse_old_pin(data: bytes) -> Pin | None:
-    """Parse a pin from an earlier version, which consists only of keys. Returns None if there are none."""
-    chain = split_keys(data)
-    return Pin(chain, "", None) if chain else None
-
-
 def split_keys(data: bytes) -> tuple[bytes, ...]:
     """Split concatenated keys. An incomplete last key is dropped."""
     return tuple(data[at : at + KEY_BYTES] for at in range(0, len(data) - KEY_BYTES + 1, KEY_BYTES))
 
 
 def is_active(pin: Pin) -> bool:
-    return pin.until is None or pin.until > time.time()
+    return pin.until > time.time()
 
 
 _MAX_BYTES = 2**20 * KEY_BYTES
@@ -133,7 +124,7 @@ class Pins:
         return {key for pin in self.active() for key in pin.chain}
 
     def sweep(self) -> None:
-        for name, path in self._files(self._folder.holds_folder):
+        for name, path in self._files():
             try:
                 pin = self._read(name, path, quiet=True)
                 if pin is not None and not is_active(pin):
@@ -145,16 +136,15 @@ class Pins:
 
     def _active_pins(self, prefix: str = "") -> Iterator[tuple[Pin, str]]:
         """Yield the active pins with file names that start with ``prefix``, each with the path of its file."""
-        for folder in (self._folder.pins_folder, self._folder.holds_folder):
-            for name, path in self._files(folder):
-                pin = self._read(name, path) if name.startswith(prefix) else None
-                if pin is not None and is_active(pin):
-                    yield pin, path
+        for name, path in self._files():
+            pin = self._read(name, path) if name.startswith(prefix) else None
+            if pin is not None and is_active(pin):
+                yield pin, path
 
-    def _files(self, folder: str) -> Iterator[tuple[str, str]]:
-        for name, _ in regular_files(folder, self._counters):
+    def _files(self) -> Iterator[tuple[str, str]]:
+        for name, _ in regular_files(self._folder.holds_folder, self._counters):
             if not name.startswith(TEMPORARY_PREFIX):
-                yield name, os.path.join(folder, name)
+                yield name, os.path.join(self._folder.holds_folder, name)
 
     def _read(self, name: str, path: str, *, quiet: bool = False) -> Pin | None:
         """Return the pin in a file, even if it has ended. Returns None if the file is missing, is not a pin, or is not trusted.
@@ -166,7 +156,7 @@ class Pins:
                 if status.st_size > _MAX_BYTES:
                     raise LimitExceeded(f"the pin {name!r:.100} has {status.st_size} bytes, but at most {_MAX_BYTES} are allowed")
                 data = bytes(read_whole(descriptor, status.st_size))
-            return parse_old_pin(data) if os.path.dirname(path) == self._folder.pins_folder else parse_pin(name, data)
+            return parse_pin(name, data)
         except FileNotFoundError:
             return None
         except (PermissionError, LimitExceeded, InvalidHeader) as error:

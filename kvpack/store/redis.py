@@ -8,7 +8,6 @@
     {kvpack}:about         a hash: which text describes each key's entry (redis_count.py)
     {kvpack}:abouts        a hash: these texts, and the number and total size of the entries that each describes
     {kvpack}:holds         a hash of pinned chains: owner, end and keys, by the last key and a digest of the owner
-    {kvpack}:pins          a hash of chains pinned by an earlier version: all keys of a chain by its last key
 
 The braces keep all keys on one node of a cluster. Only the entries are authoritative. If the other keys are lost or inconsistent, the
 entries are counted again by scanning the server's keys. Until then, a put stores an entry only if it certainly fits the budget: if the
@@ -32,11 +31,11 @@ from .backend import BATCH_BYTES, BATCH_ENTRIES, MAX_ENTRY_BYTES, FoundEntry, No
 from .entry_descriptions import Descriptions, entry_description, kind_description
 from .entry_kind import FRONT_BYTES, UNENCRYPTED, EntryFormat, EntryKind, check_size
 from .expiry import limit_ttl
-from .pins import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
+from .pins import encode_pin, is_active, owner_digest, parse_pin
 from .redis_client import FRONTS_BYTES, RedisClient
 from .redis_count import MAX_PAGES, EntryCount, RedisDescriptions, list_pages
 from .redis_replies import byte_strings, integer, make_bytes_check, parse_set_reply
-from .redis_scripts import ENTRY, HOLDS, LEASE, PINS
+from .redis_scripts import ENTRY, HOLDS, LEASE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -241,20 +240,18 @@ class Redis(SingleTierBackend):
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         if owner is not None:
             return bool(self._client.send("unpin", "HDEL", HOLDS, keys[-1] + owner_digest(owner), check=integer, default=0))
-        old, fields = self._client.send_all("unpin", [(integer, "HDEL", PINS, keys[-1]), (byte_strings, "HKEYS", HOLDS)]) or (0, ())
-        result = [field for field in fields or () if field.startswith(keys[-1])]
-        removed = self._client.send("unpin", "HDEL", HOLDS, *result, check=integer, default=0) if result else 0
-        return bool(old or removed)
+        fields = self._client.send("unpin", "HKEYS", HOLDS, check=byte_strings, default=())
+        result = [field for field in fields if field.startswith(keys[-1])]
+        return bool(result and self._client.send("unpin", "HDEL", HOLDS, *result, check=integer, default=0))
 
     def pins(self) -> Sequence[Pin]:
-        chains, holds = self._client.send_all("pinned", [(byte_strings, "HVALS", PINS), (byte_strings, "HVALS", HOLDS)]) or ((), ())
-        result = [parse_old_pin(chain) for chain in chains or ()]
-        for hold in holds or ():
+        result = []
+        for hold in self._client.send("pinned", "HVALS", HOLDS, check=byte_strings, default=()):
             try:
                 result.append(parse_pin("on the server", hold))
             except InvalidHeader as error:
                 self._counters.fault("pinned", error)
-        return [pin for pin in result if pin is not None and is_active(pin)]
+        return [pin for pin in result if is_active(pin)]
 
     def take_lease(self, key: bytes, seconds: float) -> Lease | None:
         token = os.urandom(16)

@@ -175,7 +175,7 @@ class RedisDescriptions:
             are_all = entries == numbers and size == sizes
             # Descriptions are corrected before their sizes are used.
             if known is None or numbers != described or (missing is not None and entries == described and not are_all):
-                self._client.send("list", "UNLINK", *KEYS[8:], check=integer)
+                self._client.send("list", "UNLINK", *KEYS[7:], check=integer)
                 missing = None
             elif missing is not None or (are_all and all(text != listed for text, *_ in known)):
                 return Descriptions(known, missing or [])

@@ -122,8 +122,8 @@ TOTALS = (
     + SOUND
     + """
 if not sound() then return {} end
-local found = redis.call('HGETALL', KEYS[10])
-for _, number in ipairs({tonumber(redis.call('GET', KEYS[3])), redis.call('HLEN', KEYS[9]), redis.call('ZCARD', KEYS[1])}) do
+local found = redis.call('HGETALL', KEYS[9])
+for _, number in ipairs({tonumber(redis.call('GET', KEYS[3])), redis.call('HLEN', KEYS[8]), redis.call('ZCARD', KEYS[1])}) do
     table.insert(found, 1, number)
 end
 return found
@@ -137,14 +137,14 @@ MISSING = (
     BEGIN
     + """
 local found = {}
-local page = redis.call('HSCAN', ARGV[1] == 'about' and KEYS[9] or KEYS[2], ARGV[2], 'COUNT', ARGV[3])
+local page = redis.call('HSCAN', ARGV[1] == 'about' and KEYS[8] or KEYS[2], ARGV[2], 'COUNT', ARGV[3])
 for at = 1, #page[2], 2 do
     local key, value = page[2][at], page[2][at + 1]
     if ARGV[1] == 'about' then
         local size = redis.call('HGET', KEYS[2], key)
         if not size or string.match(value, ' (%d+)$') ~= size then undescribe(key) end
     elseif #key == 32 then
-        local about = redis.call('HGET', KEYS[9], key)
+        local about = redis.call('HGET', KEYS[8], key)
         if not about or string.match(about, '^%x+') == ARGV[4] then
             local used = tonumber(redis.call('ZSCORE', KEYS[1], key) or '') or 0
             table.insert(found, key .. struct.pack('<I8I8', size_of(key), used > 0 and used < 2^53 and used or 0))

@@ -7,9 +7,8 @@ of the wrong type, and ``sound`` checks that the counts are consistent. If they 
 PREFIX = b"{kvpack}:"
 ENTRY = PREFIX + b"entry:"
 LEASE = PREFIX + b"lease:"
-PINS = PREFIX + b"pins"
 HOLDS = PREFIX + b"holds"
-KEYS = [PREFIX + name for name in (b"used", b"sizes", b"bytes", b"pins", b"counted", b"counting", b"summed", b"holds", b"about", b"abouts")]
+KEYS = [PREFIX + name for name in (b"used", b"sizes", b"bytes", b"holds", b"counted", b"counting", b"summed", b"about", b"abouts")]
 
 # KEYS of all scripts. Members of the sets are 32-byte keys.
 NAMES = "local function entry(key) return '{kvpack}:entry:' .. key end"
@@ -17,7 +16,7 @@ NAMES = "local function entry(key) return '{kvpack}:entry:' .. key end"
 BEGIN = (
     NAMES
     + """
-for number, kind in ipairs({'zset', 'hash', 'string', 'hash', 'set', 'hash', 'string', 'hash', 'hash', 'hash'}) do
+for number, kind in ipairs({'zset', 'hash', 'string', 'hash', 'set', 'hash', 'string', 'hash', 'hash'}) do
     local found = redis.call('TYPE', KEYS[number]).ok
     if found ~= kind and found ~= 'none' then redis.call('DEL', KEYS[number]) end
 end
@@ -65,19 +64,19 @@ end
 
 -- Adds to the totals of a text, which redis_count.py explains. They start again if another program has changed them.
 local function add_about(id, entries, bytes)
-    local count = redis.pcall('HINCRBY', KEYS[10], 'entries ' .. id, entries)
-    local sum = redis.pcall('HINCRBY', KEYS[10], 'bytes ' .. id, bytes)
+    local count = redis.pcall('HINCRBY', KEYS[9], 'entries ' .. id, entries)
+    local sum = redis.pcall('HINCRBY', KEYS[9], 'bytes ' .. id, bytes)
     if type(count) == 'table' or type(sum) == 'table' then
-        redis.call('UNLINK', KEYS[9], KEYS[10])
+        redis.call('UNLINK', KEYS[8], KEYS[9])
     elseif count <= 0 then
-        redis.call('HDEL', KEYS[10], 'entries ' .. id, 'bytes ' .. id, 'text ' .. id)
+        redis.call('HDEL', KEYS[9], 'entries ' .. id, 'bytes ' .. id, 'text ' .. id)
     end
 end
 
 local function undescribe(key)
-    local about = redis.call('HGET', KEYS[9], key)
+    local about = redis.call('HGET', KEYS[8], key)
     if not about then return end
-    redis.call('HDEL', KEYS[9], key)
+    redis.call('HDEL', KEYS[8], key)
     local id, size = string.match(about, '^(%x+) (%d+)$')
     if id then add_about(id, -1, '-' .. size) end
 end
@@ -86,8 +85,8 @@ local function describe(key, text, size)
     undescribe(key)
     if text == '' then return end
     local id, bytes = string.sub(redis.sha1hex(text), 1, 12), string.format('%.0f', size)
-    redis.call('HSET', KEYS[9], key, id .. ' ' .. bytes)
-    redis.call('HSETNX', KEYS[10], 'text ' .. id, text)
+    redis.call('HSET', KEYS[8], key, id .. ' ' .. bytes)
+    redis.call('HSETNX', KEYS[9], 'text ' .. id, text)
     add_about(id, 1, bytes)
 end
 
@@ -137,15 +136,14 @@ local function add_hold(field, hold, now)
     if finish > now then
         keys_of(string.sub(hold, 19 + string.byte(hold, 17) + 256 * string.byte(hold, 18)), pins, finish)
     else
-        redis.call('HDEL', KEYS[8], field)
+        redis.call('HDEL', KEYS[4], field)
     end
 end
 
 local function pinned_until(key)
     if not pins then
         pins = {}
-        for _, pinned in ipairs(redis.call('HVALS', KEYS[4])) do keys_of(pinned, pins, math.huge) end
-        local holds, now = redis.call('HGETALL', KEYS[8]), tonumber(redis.call('TIME')[1])
+        local holds, now = redis.call('HGETALL', KEYS[4]), tonumber(redis.call('TIME')[1])
         for at = 1, #holds, 2 do add_hold(holds[at], holds[at + 1], now) end
     end
     return pins[key]
@@ -317,7 +315,7 @@ USE = BEGIN + PINNED + TOUCH + "touch(ARGV[1], ARGV[2], tonumber(ARGV[3]), micro
 PIN = (
     BEGIN
     + """
-redis.call('HSET', KEYS[8], ARGV[1], ARGV[2])
+redis.call('HSET', KEYS[4], ARGV[1], ARGV[2])
 local now = tonumber(redis.call('TIME')[1])
 for at = 1, #ARGV[3], 32 do
     local name = entry(string.sub(ARGV[3], at, at + 31))

@@ -307,7 +307,7 @@ def test_records_of_other_programs_take_no_memory(place: Any, monkeypatch: pytes
     assert store.pin(ids) == 2 * CHUNK
     raw = store._backend._objects._store
     asked = []
-    for folder in ("pins", "uses"):
+    for folder in ("holds", "uses"):
         for name in ("00", "zz"):
             obstore.put(raw, f"{folder}/{name}", bytes(20_000))
     real = objects.Objects.read

@@ -1,7 +1,4 @@
-"""Pins have an owner and an expiration time in all locations. ``stat`` lists them, and ``unpin`` removes them.
-
-Pins of earlier versions still hold.
-"""
+"""Pins have an owner and an expiration time in all locations. ``stat`` lists them, and ``unpin`` removes them."""
 
 from __future__ import annotations
 
@@ -95,21 +92,6 @@ def test_the_end_of_a_chain_is_not_pinned_without_its_beginning(tmp_path: Path) 
     assert not store._backend.pins()
 
 
-def test_a_pin_by_an_earlier_version_is_valid(tmp_path: Path, size: int, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "store"
-    store = open_store(folder)
-    save(store, IDS)
-    keys = store.keys(IDS)
-    (folder / "pins").mkdir(mode=0o700)
-    (folder / "pins" / keys[-1].hex()).write_bytes(b"".join(keys))
-    (folder / "pins" / keys[-1].hex()).chmod(0o600)
-    assert fill(folder, size)
-    assert main(["store", "stat", str(folder), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["pins"] == [{"key": keys[-1].hex(), "owner": "", "chunks": 2, "until": None}]
-    assert main(["store", "unpin", str(folder), keys[-1].hex()[:10]]) == 0
-    assert not fill(folder, size)
-
-
 def test_the_pin_that_blocks_a_store_is_named_and_can_be_removed(tmp_path: Path, size: int, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(tmp_path / "store")
     store = open_store(folder)
@@ -154,10 +136,10 @@ def test_an_invalid_pin_is_a_fault_and_keeps_nothing(data: bytes, tmp_path: Path
 
 
 class Remote:
-    """A kind of server: how tests open it, and how an earlier version or another program stores bytes there."""
+    """A kind of server: how tests open it, and how another program stores bytes there."""
 
-    def __init__(self, url: str, put_old: Callable[[bytes, bytes], Any], put: Callable[[bytes, str, bytes], Any]) -> None:
-        self.url, self.put_old, self.put = url, put_old, put
+    def __init__(self, url: str, put: Callable[[bytes, str, bytes], Any]) -> None:
+        self.url, self.put = url, put
 
     def open(self, **options: Any) -> kvpack.Store:
         return kvpack.Store(self.url, IDENTITY, chunk=CHUNK, timeout=5, **options)
@@ -192,7 +174,6 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         with redis_server.run_server(tmp_path) as server, redis.Redis.from_url(server.url) as client:
             yield Remote(
                 server.url,
-                lambda key, data: client.hset("{kvpack}:pins", key, data),
                 lambda key, owner, data: client.hset("{kvpack}:holds", key + owner_digest(owner), data),
             )
         return
@@ -204,7 +185,6 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     objects = obstore.store.from_url(url, config=server.options, client_options={"allow_http": True})
     yield Remote(
         url,
-        lambda key, data: obstore.put(objects, f"pins/{key.hex()}", data),
         lambda key, owner, data: obstore.put(objects, f"holds/{key.hex()}/{owner_digest(owner).hex()}", data),
     )
 
@@ -244,14 +224,3 @@ def test_pins_on_a_server_expire_and_invalid_ones_keep_nothing(remote: Remote) -
     assert remote.fill()
     assert [pin.owner for pin in store._backend.pins()] == ["soon"]
     assert set(store.counters()["faults"]) == {"pinned InvalidHeader"}
-
-
-def test_a_pin_by_an_earlier_version_is_valid_on_a_server(remote: Remote, capsys: pytest.CaptureFixture[str]) -> None:
-    store = remote.save()
-    keys = store.keys(IDS)
-    remote.put_old(keys[-1], b"".join(keys))
-    assert remote.fill()
-    assert main(["store", "stat", remote.url, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["pins"] == [{"key": keys[-1].hex(), "owner": "", "chunks": 2, "until": None}]
-    assert store.unpin(IDS)
-    assert not remote.fill()

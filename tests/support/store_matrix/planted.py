@@ -176,7 +176,7 @@ def _uses_of_junk(client: Any, key: bytes) -> None:
 
 ON_SERVERS: list[OnServer] = [
     *(_junk_entry, _empty_entry, _large_entry, _list_entry, _another_entry, _plaintext_entry, _no_bookkeeping, _sum_of_junk),
-    *(_negative_sum, _large_sum, _sizes_of_junk, _text_for("used"), _text_for("sizes"), _list_for_sum, _text_for("pins"), _uses_of_junk),
+    *(_negative_sum, _large_sum, _sizes_of_junk, _text_for("used"), _text_for("sizes"), _list_for_sum, _text_for("holds"), _uses_of_junk),
 ]
 
 

@@ -227,7 +227,7 @@ def _check_other_folder(place: Place, cell: Cell) -> None:
 
     def cut(note: Note) -> None:
         for path in all_paths(his.folders):
-            if os.path.isfile(path) and len(os.path.basename(path)) == 64 and "pins" not in path:
+            if os.path.isfile(path) and len(os.path.basename(path)) == 64:
                 with open(path, "r+b") as file:
                     file.write(bytes(os.stat(path).st_size))
                     file.truncate(100)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import posixpath
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pygments.lexers.special import TextLexer
@@ -36,14 +39,6 @@ include_patterns = [
 ]
 # Create anchors for headings, so that links such as container.md#json-header are checked.
 myst_heading_anchors = 4
-# The HTML has no pages for these folders, which pages link to.
-FOLDERS = (
-    *("codecs", "vectors", "row-vectors", "store-vectors"),
-    *("decoder", "../decoder", "spec/decoder", "../../spec/decoder"),
-    *("c", "javascript"),
-)
-nitpick_ignore = [("myst", folder) for folder in FOLDERS]
-
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
@@ -65,7 +60,20 @@ def make_accessible(app: Sphinx, page: str, template: str, context: dict[str, An
             context[part] = context.get(part, "").replace(written, complete)
 
 
+def link_folders(app: Sphinx, page: str, source: list[str]) -> None:
+    """Replace links to folders of the repository, which have no pages here, by their URLs."""
+
+    def url(link: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(page), link[1]))
+        return f"](https://github.com/kvpack/kvpack/tree/main/{path})" if Path(app.srcdir, path).is_dir() else link[0]
+
+    source[0] = re.sub(r"\]\(([\w./-]+)\)", url, source[0])
+
+
 def setup(app: Sphinx) -> None:
-    """Register ``example``, the language of code blocks that tests parse, and make pages accessible after the theme has rendered them."""
+    """Register ``example``, the language of code blocks that tests parse, and the functions above. Pages are made accessible after the
+    theme has rendered them.
+    """
     app.add_lexer("example", TextLexer)
+    app.connect("source-read", link_folders)
     app.connect("html-page-context", make_accessible, priority=900)

@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
 def _unknown_option_message(parser: Parser, argv: Sequence[str]) -> str | None:
     """Return a message about the first option in ``argv`` that is unknown to this parser, or None if there is none."""
     options = {option[2:] for action in parser._actions for option in action.option_strings if option.startswith("--")}
-    has_commands = _commands(parser) is not None
+    has_commands = _command_action(parser) is not None
     for word in argv:
         name = word.partition("=")[0]
         if word == "--" or (has_commands and not word.startswith("-")):
@@ -81,14 +81,14 @@ def _unknown_option_message(parser: Parser, argv: Sequence[str]) -> str | None:
 
 def _similar_command(parser: Parser, argv: Sequence[str]) -> str:
     """Return a suggestion if the first word in ``argv`` that is not an option is an unknown command, or an empty string otherwise."""
-    commands = _commands(parser)
+    commands = _command_action(parser)
     word = next((word for word in argv if not word.startswith("-")), None)
     if commands is None or word is None or word in commands.choices:
         return ""
     return "".join(f" (did you mean {close}?)" for close in _similar_words(word, commands.choices))
 
 
-def _commands(parser: Parser) -> Any:
+def _command_action(parser: Parser) -> Any:
     """Return the parser's action that selects a command, or None if it has no commands."""
     return next((action for action in parser._actions if isinstance(action, argparse._SubParsersAction)), None)
 
@@ -193,7 +193,7 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = result.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
-        command.add(commands)
+        command.add_command(commands)
     return result
 
 

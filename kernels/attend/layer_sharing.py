@@ -76,11 +76,11 @@ def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]]) -
 
 def _page_list_key(pages: Sequence[PackedRun]) -> _PageListKey | None:
     if pages not in _page_kinds:
-        _page_kinds[pages] = _classify(pages)
+        _page_kinds[pages] = _make_page_list_key(pages)
     return _page_kinds[pages]
 
 
-def _classify(pages: Sequence[PackedRun]) -> _PageListKey | None:
+def _make_page_list_key(pages: Sequence[PackedRun]) -> _PageListKey | None:
     if not 0 < len(pages) <= MAX_PAGES:
         return None
     kind: list[Hashable] = [len(pages)]

@@ -47,16 +47,16 @@ def columns(codec: Codec, dual: int) -> tuple[int, ...]:
 
     If the loader has an offset, the offset's channel is last.
     """
-    return _columns(codec, loader(codec, dual))
+    return _column_channels(codec, loader(codec, dual))
 
 
 @lru_cache(maxsize=256)
 def key_columns(codec: Codec, dual: int) -> tuple[int, ...]:
     tiles = loader(codec, dual)
-    return _columns(codec, tiles.keys or tiles)
+    return _column_channels(codec, tiles.keys or tiles)
 
 
-def _columns(codec: Codec, tiles: Tiles) -> tuple[int, ...]:
+def _column_channels(codec: Codec, tiles: Tiles) -> tuple[int, ...]:
     return tuple(channel for part in tiles.channels for channel in part) + ((codec.dim,) if tiles.offset else ())
 
 

@@ -65,7 +65,7 @@ def run(
     with one_thread():
         tables = []
         for done, count in enumerate(tokens, 1):
-            tables.append({"tokens": count, "rows": _rows(count, recipes, repeats)})
+            tables.append({"tokens": count, "rows": _measure_rows(count, recipes, repeats)})
             if progress:
                 progress(done, len(tokens))
         return {
@@ -76,7 +76,7 @@ def run(
         }
 
 
-def _rows(tokens: int, recipes: Sequence[str], repeats: int) -> list[dict[str, Any]]:
+def _measure_rows(tokens: int, recipes: Sequence[str], repeats: int) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(1, HEADS, tokens, DIM, generator=generator).to(torch.bfloat16) for _ in range(2))
     q = torch.randn(1, Q_HEADS, 1, DIM, generator=generator)

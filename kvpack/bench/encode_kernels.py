@@ -78,7 +78,7 @@ def run(recipes: Sequence[str], shape: KeyValueShape = SHAPE) -> dict[str, Any]:
     rows = []
     for recipe in recipes:
         for side, codec in measured_codecs(recipe, shape.heads, shape.dim):
-            rows.append(_row(inputs, recipe, side, codec, copied))
+            rows.append(_measure_row(inputs, recipe, side, codec, copied))
             torch.cuda.empty_cache()
     return {**shape._asdict(), "bytes": inputs[0].nbytes, "copy_seconds": copied, "rows": rows}
 
@@ -97,7 +97,7 @@ def measured_codecs(recipe: str, heads: int, dim: int) -> Iterator[tuple[str, Co
             yield side, codec
 
 
-def _row(inputs: list[torch.Tensor], recipe: str, side: str, codec: Codec, copy_seconds: float) -> dict[str, Any]:
+def _measure_row(inputs: list[torch.Tensor], recipe: str, side: str, codec: Codec, copy_seconds: float) -> dict[str, Any]:
     from kvpack.kernels.encode.encode import prepare
 
     encodings = [prepare(codec, x) for x in inputs] if uses_triton(inputs[0].device) else []

@@ -61,11 +61,11 @@ def measure_generation(model: Any, exact: UncompressedResult, recipe: str | Reci
 
     Returns the effect of the recipe.
     """
-    result = evaluate_packed(model, exact, packed_file(exact.first, recipe, path), step).log_probabilities
+    result = evaluate_packed(model, exact, packed_file(exact.prefix_pairs, recipe, path), step).log_probabilities
     losses = divergences(exact.log_probabilities, result)
     numbers = torch.Generator().manual_seed(seed)
     drawn = torch.cat([_sample_token(row[None], numbers) for row in result])
-    changed = drawn != exact.tokens[0, exact.prefix + 1 :]
+    changed = drawn != exact.tokens[0, exact.prefix_tokens + 1 :]
     first = int(changed.int().argmax()) if bool(changed.any()) else None
     return GenerationEffect([part.mean().item() for part in torch.split(losses, PART_TOKENS)], changed.double().mean().item(), first)
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import kvpack
 from kvpack import cache_names
 from kvpack.coding.encoding import Progress, suppress_rounding_warnings
-from kvpack.evaluation.models import read_text, vocabulary
+from kvpack.evaluation.models import get_vocabulary_size, read_text
 from kvpack.formats.errors import InvalidParameter
 from kvpack.models import import_transformers, load_model, model_folder
 from kvpack.runtime.modes import one_thread
@@ -94,7 +94,7 @@ def _random_normal(shape: list[int], generator: torch.Generator) -> torch.Tensor
 
 def _prefill_source(folder: Path, path: str | None, tokens: int | None) -> Source:
     model = load_model(folder)
-    text = read_text(path, folder, vocabulary(model))
+    text = read_text(path, folder, get_vocabulary_size(model))
     ids = [*text.start, *text.ids]
     count = min(DEFAULT_TOKENS, len(ids)) if tokens is None else tokens
     if not 1 <= count <= len(ids):

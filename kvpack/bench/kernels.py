@@ -126,7 +126,7 @@ def run(
     bandwidth = copy_bandwidth()
     tables = []
     for done, (name, shape) in enumerate(every, 1):
-        tables.append({"name": name, **shape._asdict(), "rows": _rows(shape, recipes or RECIPES, bandwidth, peers)})
+        tables.append({"name": name, **shape._asdict(), "rows": _measure_rows(shape, recipes or RECIPES, bandwidth, peers)})
         if progress:
             progress(done, len(every) + 1)
     # The codec transform has no encoding kernel.
@@ -156,7 +156,7 @@ def copy_bandwidth() -> float:
     return 2 * _COPIED_BYTES / graph_seconds([lambda: torch.bitwise_not(source, out=target)])
 
 
-def _rows(shape: QueryShape, recipes: Sequence[str], bandwidth: float, with_peers: bool) -> list[dict[str, Any]]:
+def _measure_rows(shape: QueryShape, recipes: Sequence[str], bandwidth: float, with_peers: bool) -> list[dict[str, Any]]:
     generator = torch.Generator("cuda").manual_seed(0)
     kv = [
         torch.randn(shape.batch, shape.heads, shape.tokens, shape.dim, device="cuda", generator=generator).to(torch.bfloat16)

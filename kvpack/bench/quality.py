@@ -29,10 +29,10 @@ from kvpack.evaluation.models import (
     Text,
     bundled_text,
     check_size,
+    get_vocabulary_size,
     ids_per_window,
     position_limit,
     read_text,
-    vocabulary,
     window_ids,
     window_starts,
     window_tokens,
@@ -182,7 +182,7 @@ def run(
         network = load_model(folder)
         if settings.device == "cuda":
             network = network.to("cuda", torch.bfloat16)
-        vocabulary_size = vocabulary(network)
+        vocabulary_size = get_vocabulary_size(network)
         is_own = text is None and model is not None
         words = bundled_text(TEXT, folder, vocabulary_size) if is_own else read_text(text, folder, vocabulary_size)
         others = [bundled_text(name, folder, vocabulary_size) for name in settings.others] if is_own else []
@@ -345,7 +345,7 @@ class _Measurement:
             ids = window_ids(part.text, start, size)
             if self.inserted is not None:
                 ids[0, (part.sizes.tokens - part.sizes.score) // 2] = self.inserted
-            exact = evaluate_uncompressed(self.model, self._on_device(ids), part.sizes.score)
+            exact = evaluate_uncompressed(self.model, self._to_device(ids), part.sizes.score)
             exact_losses.append(exact.loss)
             forgotten.append(evaluate_forgotten(self.model, exact))
             self._count_step()
@@ -373,7 +373,7 @@ class _Measurement:
         exact_answers: list[NeedleAnswer] = []
         result: list[list[NeedleAnswer]] = [[] for _ in self.recipes]
         for prompt in self._needle_prompts():
-            tokens = self._on_device(torch.tensor([[*self.long.start, *prompt.ids]]))
+            tokens = self._to_device(torch.tensor([[*self.long.start, *prompt.ids]]))
             pairs = prefill(self.model, tokens)
             length = tokens.shape[1]
             make_asked = partial(NeedleAnswer.grade, length, prompt.depths)
@@ -394,7 +394,7 @@ class _Measurement:
     def _generated_divergences(self, path: str) -> list[generated.GenerationEffect] | None:
         if not self.sizes.generated:
             return None
-        prompt = self._on_device(window_ids(self.long, 0, generated.PROMPT - len(self.long.start)))
+        prompt = self._to_device(window_ids(self.long, 0, generated.PROMPT - len(self.long.start)))
         exact = generated.generate(self.model, prompt, self.sizes.generated, self.seed)
         self._count_step()
         written = []
@@ -409,7 +409,7 @@ class _Measurement:
         if self.show_line:
             self.show_line(f"{label}: " + ", ".join(f"{name} {text}" for name, text in zip(self.names, results, strict=True)))
 
-    def _on_device(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _to_device(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens.to(self.model.device)
 
     def _count_step(self) -> None:

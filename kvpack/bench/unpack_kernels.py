@@ -46,14 +46,14 @@ def run(recipes: Sequence[str], shape: KeyValueShape = SHAPE) -> dict[str, Any]:
     del targets
     rows = []
     for recipe in recipes:
-        row = _row(pair, recipe)
+        row = _measure_row(pair, recipe)
         alone = row["device_seconds"]
         rows.append(row | {"of_copy_speed": copied / row["seconds"], "device_of_copy_speed": copied / alone if alone else None})
         torch.cuda.empty_cache()
     return {**shape._asdict(), "bytes": sum(x.nbytes for x in pair), "copy_seconds": copied, "rows": rows}
 
 
-def _row(pair: list[torch.Tensor], recipe: str) -> dict[str, Any]:
+def _measure_row(pair: list[torch.Tensor], recipe: str) -> dict[str, Any]:
     layer = synthetic_basis.pack(pair[0], pair[1], recipe)
     row: dict[str, Any] = {"recipe": recipe}
     for name, side in layer.sides.items():

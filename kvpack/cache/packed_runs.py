@@ -277,10 +277,10 @@ class PackedRuns(Sequence[PackedRun]):
         return shown if len(self) <= _MAX_SHOWN_RUNS else f"{shown[:-1]}, ... {len(self)} in all)"
 
     def __len__(self) -> int:
-        return self._count
+        return self._run_count
 
     @cached_property
-    def _count(self) -> int:
+    def _run_count(self) -> int:
         return sum(len(stretch.ends) for stretch in self.stretches)
 
     @overload
@@ -337,7 +337,7 @@ class PackedRuns(Sequence[PackedRun]):
         return PackedRuns(tuple(Stretch(codec, stretch.ends, change(stretch.streams)) for stretch in self.stretches))
 
     @cached_property
-    def _joinable(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
+    def _joins_next(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
         if len(self) < 2:
             return numpy.empty(0, bool)
         codec = self.stretches[0].codec
@@ -356,14 +356,14 @@ class PackedRuns(Sequence[PackedRun]):
         """Return the number of tokens in each run that ``merged()`` returns."""
         if len(self) == 1:
             return (self.tokens,)
-        last = numpy.append(~self._joinable, True)[: len(self)]
+        last = numpy.append(~self._joins_next, True)[: len(self)]
         return tuple(numpy.diff(self.ends[last], prepend=0).tolist())
 
     def merged(self) -> PackedRuns:
         """Return the same tokens in one stretch, with as few runs as possible. The streams of two or more stretches are copied."""
-        if not self.stretches or (len(self.stretches) == 1 and (len(self) == 1 or not self._joinable.any())):
+        if not self.stretches or (len(self.stretches) == 1 and (len(self) == 1 or not self._joins_next.any())):
             return self
-        first, last = numpy.append(True, ~self._joinable), numpy.append(~self._joinable, True)
+        first, last = numpy.append(True, ~self._joins_next), numpy.append(~self._joins_next, True)
         kept, template = torch.from_numpy(numpy.flatnonzero(first)), self.stretches[0]
         with float32_no_grad(next(iter(template.streams.values())).device):
             streams = _joined_streams(template.codec, [(stretch.tokens, stretch.streams) for stretch in self.stretches])

@@ -114,7 +114,7 @@ def with_encoder_options(codec: Codec, recipe: str, layer: int, layers: int, sid
 
 
 def _apply_options(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> Codec:
-    options = _options(recipe, layer, layers, side, codec.id)
+    options = _codec_options(recipe, layer, layers, side, codec.id)
     words = {name: value for name, value in options.items() if name in ENCODER_OPTIONS.get(codec.id, ())}
     if words:
         with contextlib.suppress(InvalidParameter):
@@ -129,7 +129,7 @@ def _apply_options(codec: Codec, recipe: str, layer: int, layers: int, side: str
 
 
 @lru_cache(maxsize=1024)
-def _options(recipe: str, layer: int, layers: int, side: str, codec_id: str) -> dict[str, str]:
+def _codec_options(recipe: str, layer: int, layers: int, side: str, codec_id: str) -> dict[str, str]:
     """Return the codec options for the keys or values of one layer. The result is empty if the recipe selects a different codec."""
     result: dict[str, str] = {}
     for rule in _rules(recipe):

@@ -117,7 +117,7 @@ def _kvpack_codec_text(side: str, bits: int, trellis: bool, average_bits: int) -
     return f"trellis:b={bits}{',states=256' if average_bits <= MAX_SMALL_TRELLIS_BITS else ''}{_norm_option(side, bits)}"
 
 
-def _with_paper_options(codec: str, bits: int) -> str:
+def _add_mean_and_norm_options(codec: str, bits: int) -> str:
     """Add options for separate key means to ``codec``, and for 8-bit norms if these are precise enough for ``bits`` bits."""
     return f"{codec}{_norm_option('k', bits)},{_MEANS}"
 
@@ -153,20 +153,20 @@ def _rotation_presets() -> dict[str, Preset]:
     result = {}
     for b in (2, 3, 4):
         result[f"octopus-{b}"] = Preset(
-            f"k={_with_paper_options(f'octahedral:b={b}', b)};v=group:b={b},g=32", "OCTOPUS keys, group-quantized values"
+            f"k={_add_mean_and_norm_options(f'octahedral:b={b}', b)};v=group:b={b},g=32", "OCTOPUS keys, group-quantized values"
         )
     for b in (2, 3, 4):
         result[f"turboquant-{b}"] = Preset(
-            f"k={_with_paper_options(f'scalar:b={b}', b)};v=group:b={b},g=32", "TurboQuant keys, group-quantized values"
+            f"k={_add_mean_and_norm_options(f'scalar:b={b}', b)};v=group:b={b},g=32", "TurboQuant keys, group-quantized values"
         )
     for b in (2, 3, 4):
-        recipe = f"k={_with_paper_options(f'octahedral:b={b},qjl=fp16', b)};v=group:b={b},g=32"
+        recipe = f"k={_add_mean_and_norm_options(f'octahedral:b={b},qjl=fp16', b)};v=group:b={b},g=32"
         result[f"octopus-qjl-{b}"] = Preset(recipe, "OCTOPUS-QJL keys, group-quantized values")
     for b in (2, 3, 4):
-        recipe = f"k={_with_paper_options(f'scalar:b={b - 1},qjl=fp16', b - 1)};v=group:b={b},g=32"
+        recipe = f"k={_add_mean_and_norm_options(f'scalar:b={b - 1},qjl=fp16', b - 1)};v=group:b={b},g=32"
         result[f"turboquant-qjl-{b}"] = Preset(recipe, "TurboQuant-QJL keys (1 bit for QJL), group-quantized values")
     words = "scalar:b=2,high=3"
-    result["turboquant-2.5"] = Preset(f"k={_with_paper_options(words, 3)};v={words}{_norm_option('v', 3)}", "TurboQuant+")
+    result["turboquant-2.5"] = Preset(f"k={_add_mean_and_norm_options(words, 3)};v={words}{_norm_option('v', 3)}", "TurboQuant+")
     for b in (3, 4):
         words = f"b={b},g=4,axis=channel,rotation=signed-hadamard,centre=zero"
         result[f"turboquant-sym{b}-g4"] = Preset(f"kv=group:{words}", "TurboAngle's baseline: symmetric groups of 4 channels")

@@ -20,7 +20,7 @@ DEMO = "demo"
 TEXT_HELP = "the text that the model reads (default: the demo's text)"
 
 
-def add(commands: Any) -> None:
+def add_command(commands: Any) -> None:
     parser = commands.add_parser("bench", help="measure on this machine", description="Measure kvpack on this machine.")
     kinds = parser.add_subparsers(title="measurements", metavar="WHAT", required=True)
     io = kinds.add_parser(

@@ -19,7 +19,7 @@ _LARGE = 1.5
 """Ratio of actual to nominal bits per value above which a hint is printed. Short texts exceed it."""
 
 
-def add(commands: Any) -> None:
+def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "cache",
         help="compute the KV cache of a text and save it",

@@ -12,7 +12,7 @@ from .chats import add_device, chosen_device
 from .outputs import add_force, check_output
 
 
-def add(commands: Any) -> None:
+def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
         help="make the basis of a model: klt and transform need it, and kvpack-2 to kvpack-4 lose less with it",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 RECIPE_HELP = "a preset such as kvpack-3, a recipe string, or @FILE to read a recipe file"
 
 
-def add(commands: Any) -> None:
+def add_command(commands: Any) -> None:
     parser = commands.add_parser("convert", help="write a file in another recipe", description="Decode a kvpack file and encode it again.")
     parser.add_argument("input", metavar="IN", help="a kvpack file")
     parser.add_argument("output", metavar="OUT", help="the kvpack file to write")

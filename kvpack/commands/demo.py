@@ -8,7 +8,7 @@ from typing import Any
 from kvpack.output import add_json, print_report, progress
 
 
-def add(commands: Any) -> None:
+def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
         help="run a small model over packed files",

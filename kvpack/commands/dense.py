@@ -46,7 +46,7 @@ IDS = "token_ids"
 _NAME = re.compile(r"(0|[1-9][0-9]{0,8})\.([kv]|state\.(?P<state>[a-z][a-z0-9_.]{0,27}))", re.ASCII)
 
 
-def add(commands: Any) -> None:
+def add_command(commands: Any) -> None:
     parser = commands.add_parser("unpack", help="decode to a safetensors file", description="Decode a file to dense K and V.")
     parser.add_argument("input", metavar="FILE", help="a kvpack file")
     parser.add_argument("output", metavar="OUT.safetensors", help="the safetensors file to write")

@@ -51,7 +51,7 @@ FAILED = 1
 _FILES_ON = "files on "
 
 
-def add(commands: Any) -> None:
+def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="check the installation",

@@ -17,7 +17,7 @@ _WINDOW = re.compile(r"(?P<layers>[0-9]{1,4}(,[0-9]{1,4})*)=(?P<tokens>[0-9]{1,9
 _HEADS = re.compile(r"[0-9]{1,5}(,[0-9]{1,5})*", re.ASCII)
 
 
-def add(commands: Any) -> None:
+def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "import",
         help="read a prompt cache of mlx-lm or a slot of llama.cpp",

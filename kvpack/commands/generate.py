@@ -14,7 +14,7 @@ from .chats import add_compact, add_device, load_chat_model
 from .outputs import add_force, check_output
 
 
-def add(commands: Any) -> None:
+def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
         help="continue a saved cache with a prompt",

@@ -15,7 +15,7 @@ from kvpack.file.metadata import CHAT, CHAT_MESSAGES
 from kvpack.output import add_json, bytes_text, format_count, print_json, print_report, print_table, printable
 
 
-def add(commands: Any) -> None:
+def add_command(commands: Any) -> None:
     description = "Show the layers, codecs, bits per value, streams, model and token range of a file, or one row for each of several files."
     parser = commands.add_parser("inspect", help="show the contents of files", description=description)
     parser.add_argument("files", metavar="FILE", nargs="+", help="a kvpack file or basis")

@@ -52,7 +52,7 @@ MEASURED_MODEL = "SmolLM2-135M-Instruct"
 _LIMITS = {"layers": MAX_LAYERS, "heads": MAX_HEADS, "tokens": MAX_TOKENS, "dim": MAX_DIM}
 
 
-def add(commands: Any) -> None:
+def add_command(commands: Any) -> None:
     description = (
         "List the recommended recipes, or compute the size of the given ones. Bits in the file count all bytes of a cache of the given "
         "shape, and "

@@ -22,7 +22,7 @@ KEY_FILE_VARIABLE = "KVPACK_KEY_FILE"
 """Environment variable with the path of the key file if ``--key-file`` is not set."""
 
 
-def add(commands: Any) -> None:
+def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "store", help="list, check, clean, export and import stored prefixes", description="Manage a prefix store."
     )

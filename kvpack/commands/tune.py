@@ -12,7 +12,7 @@ from .chats import add_device, chosen_device
 from .outputs import add_force, check_output
 
 
-def add(commands: Any) -> None:
+def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
         help="find the best recipe for a model within a budget of bits",

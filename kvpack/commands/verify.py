@@ -13,7 +13,7 @@ from kvpack.output import add_json, format_count, print_json, printable_lines, p
 from .convert import add_basis
 
 
-def add(commands: Any) -> None:
+def add_command(commands: Any) -> None:
     parser = commands.add_parser("verify", help="check every byte of files", description="Check every byte of kvpack files.")
     parser.add_argument("files", nargs="+", metavar="FILE", help="a kvpack file or basis")
     parser.add_argument(

@@ -46,7 +46,7 @@ HEADERS = {
 _RANGE = re.compile(r"bytes=([0-9]{1,19})-([0-9]{0,19})", re.ASCII)
 
 
-def add(commands: Any) -> None:
+def add_command(commands: Any) -> None:
     description = (
         "Show a file in the browser: header, layers, bytes by stream, verification, and images of keys and values. "
         "The page is served from this machine to this machine only, and no data leaves it. Ctrl-C ends the command."

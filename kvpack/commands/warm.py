@@ -20,7 +20,7 @@ OPTIONS = {
 FAILED = 1
 
 
-def add(commands: Any) -> None:
+def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "warm",
         help="compile the GPU kernels of recipes, so that the first calls do not wait",

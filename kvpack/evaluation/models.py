@@ -38,7 +38,7 @@ class Text:
     encode: Callable[[str], list[int]]
 
 
-def vocabulary(model: Any) -> int:
+def get_vocabulary_size(model: Any) -> int:
     """Return the size of the model's vocabulary. Every token id is less than this."""
     return int(model.get_input_embeddings().weight.shape[0])
 

@@ -101,26 +101,27 @@ class UncompressedResult:
 
     ``tokens`` is ``[1, prefix tokens + scored tokens + 1]``. ``pairs`` contains each layer's (k, v) for all tokens except the last, in the
     model's dtype. ``log_probabilities`` is ``[scored token, vocabulary]``. ``loss`` is the mean negative log-probability of the tokens.
+    ``recorded_attention`` is by layer index.
     """
 
     tokens: torch.Tensor
-    prefix: int
+    prefix_tokens: int
     pairs: Pairs
     log_probabilities: torch.Tensor
     loss: float
-    seen: dict[int, RecordedAttention]
+    recorded_attention: dict[int, RecordedAttention]
 
     @property
-    def first(self) -> Pairs:
+    def prefix_pairs(self) -> Pairs:
         """The keys and values of each layer for the prefix."""
-        return [(k[:, :, : self.prefix], v[:, :, : self.prefix]) for k, v in self.pairs]
+        return [(k[:, :, : self.prefix_tokens], v[:, :, : self.prefix_tokens]) for k, v in self.pairs]
 
 
 @dataclass(frozen=True)
 class Predictions:
     """A model's predictions over packed layers.
 
-    ``same_choices`` is the fraction of positions with the same top choice as the uncompressed model. ``whole`` is the cache after the
+    ``same_choices`` is the fraction of positions with the same top choice as the uncompressed model. ``cache`` is the cache after the
     scored tokens were appended.
     """
 
@@ -128,7 +129,7 @@ class Predictions:
     kl_divergence: float
     same_choices: float
     log_probabilities: torch.Tensor
-    whole: Cache
+    cache: Cache
 
 
 @dataclass(frozen=True)
@@ -247,14 +248,14 @@ def _attention_weights(recorded: RecordedAttention, keys: torch.Tensor) -> torch
 
 def evaluate_forgotten(model: Any, exact: UncompressedResult, visible_tokens: int = SINK_TOKENS) -> Comparison:
     """Evaluate a window's scored tokens, at their original positions, after a prefix of only the first ``visible_tokens`` tokens."""
-    return evaluate_over(model, exact, [(k[:, :, :visible_tokens], v[:, :, :visible_tokens]) for k, v in exact.first])
+    return evaluate_over(model, exact, [(k[:, :, :visible_tokens], v[:, :, :visible_tokens]) for k, v in exact.prefix_pairs])
 
 
 def evaluate_over(model: Any, exact: UncompressedResult, pairs: Pairs) -> Comparison:
     """Evaluate a window's scored tokens, at their original positions, in one pass over the prefix ``pairs``."""
     cache = uncompressed_cache(model, pairs)
-    tokens = exact.tokens[:, exact.prefix : -1]
-    positions = torch.arange(exact.prefix, exact.prefix + tokens.shape[1], device=tokens.device)[None]
+    tokens = exact.tokens[:, exact.prefix_tokens : -1]
+    positions = torch.arange(exact.prefix_tokens, exact.prefix_tokens + tokens.shape[1], device=tokens.device)[None]
     model.set_attn_implementation("kvpack")
     with torch.inference_mode():
         logits = model(tokens, **cache_names.cache_argument(model, cache), position_ids=positions).logits[0]
@@ -329,7 +330,7 @@ def evaluate_packed(model: Any, exact: UncompressedResult, cache: Cache, step: i
     model.set_attn_implementation("kvpack")
     read = []
     with torch.inference_mode():
-        for tokens in torch.split(exact.tokens[:, exact.prefix : -1], step, 1):
+        for tokens in torch.split(exact.tokens[:, exact.prefix_tokens : -1], step, 1):
             logits = model(tokens, **cache_names.cache_argument(model, over)).logits[0]
             read.append(functional.log_softmax(logits.float(), -1))
     result = torch.cat(read)
@@ -345,14 +346,14 @@ def measure(
     individual layers are not measured.
     """
     started = time.perf_counter()
-    packed = pack_as_bf16(exact.first, recipe)
+    packed = pack_as_bf16(exact.prefix_pairs, recipe)
     encoded = time.perf_counter()
     kvpack.save(packed, path)
     saved = time.perf_counter()
     cache = _load_file(path, recipe, exact.tokens.device)
     loaded = time.perf_counter()
     predicted = evaluate_packed(model, exact, cache, step)
-    whole = predicted.whole
+    whole = predicted.cache
     with torch.inference_mode():
         result = [_layer_errors(layer, exact, number) for number, layer in enumerate(cache) if errors]
     k_cosine, v_cosine, attention_error = ([layer[part] for layer in result] for part in range(3))
@@ -374,17 +375,17 @@ def measure(
 def _layer_errors(layer: Layer, exact: UncompressedResult, layer_index: int) -> tuple[float, float, float]:
     """Return a layer's mean cosine similarities, of keys and of values, and its relative attention error."""
     k, v = exact.pairs[layer_index]
-    layer = layer.append(k[:, :, exact.prefix :].to(torch.bfloat16), v[:, :, exact.prefix :].to(torch.bfloat16))
+    layer = layer.append(k[:, :, exact.prefix_tokens :].to(torch.bfloat16), v[:, :, exact.prefix_tokens :].to(torch.bfloat16))
     packed_k, packed_v = layer.unpack(torch.float32)
     assert packed_k is not None
     assert packed_v is not None
-    seen = exact.seen[layer_index]
+    seen = exact.recorded_attention[layer_index]
     output = attend(seen.query, layer, **seen.options)
     error = float((output.float() - seen.output.float()).norm() / seen.output.float().norm())
-    return _cosine(k, packed_k), _cosine(v, packed_v), error
+    return _cosine_similarity(k, packed_k), _cosine_similarity(v, packed_v), error
 
 
-def _cosine(x: torch.Tensor, y: torch.Tensor) -> float:
+def _cosine_similarity(x: torch.Tensor, y: torch.Tensor) -> float:
     return functional.cosine_similarity(x.float(), y, dim=-1).mean().item()
 
 
@@ -393,12 +394,12 @@ def compare_predictions(exact: UncompressedResult, log_probabilities: torch.Tens
 
     Returns the loss of the scored tokens, the KL divergence, and the fraction of positions with the same top choice.
     """
-    loss = functional.nll_loss(log_probabilities, exact.tokens[0, exact.prefix + 1 :]).item()
+    loss = functional.nll_loss(log_probabilities, exact.tokens[0, exact.prefix_tokens + 1 :]).item()
     same = (log_probabilities.argmax(-1) == exact.log_probabilities.argmax(-1)).double().mean().item()
-    return loss, _divergence(exact.log_probabilities, log_probabilities), same
+    return loss, _kl_divergence(exact.log_probabilities, log_probabilities), same
 
 
-def _divergence(exact: torch.Tensor, log_probabilities: torch.Tensor) -> float:
+def _kl_divergence(exact: torch.Tensor, log_probabilities: torch.Tensor) -> float:
     return divergences(exact, log_probabilities).mean().item()
 
 

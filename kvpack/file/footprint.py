@@ -42,7 +42,7 @@ def check_size(size: int, memory_limit: int) -> None:
 def check_front(size: int, json_bytes: int, header_bytes: int, memory_limit: int) -> None:
     """Raise LimitExceeded if reading the file and parsing its header could take more memory than ``memory_limit``."""
     parts = {f"the {size} bytes of the file": size, f"the parsed header of {header_bytes} bytes": _front_bytes(json_bytes, header_bytes)}
-    _check(parts, memory_limit)
+    _check_memory(parts, memory_limit)
 
 
 def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, memory_limit: int) -> None:
@@ -67,7 +67,7 @@ def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, 
         f"{runs} runs": runs * RUN_BYTES,
         f"{values} values that are decoded together": values * VALUE_BYTES,
     }
-    _check(parts, memory_limit)
+    _check_memory(parts, memory_limit)
 
 
 def _values_at_once(header: Header, side: SideEntry) -> int:
@@ -80,7 +80,7 @@ def _front_bytes(json_bytes: int, header_bytes: int) -> int:
     return JSON_FACTOR * json_bytes + HEADER_FACTOR * header_bytes
 
 
-def _check(parts: dict[str, int], memory_limit: int) -> None:
+def _check_memory(parts: dict[str, int], memory_limit: int) -> None:
     """Raise LimitExceeded if ``parts``, in bytes, add up to more than ``memory_limit`` plus ``FREE_BYTES``."""
     total = sum(parts.values())
     if total > memory_limit + FREE_BYTES:

@@ -327,7 +327,7 @@ def _describe_module(part: ModelPart) -> list[Any]:
     where = part.name or "the model"
     # A copy, because a cache that is released meanwhile, in another thread or by the garbage collector, removes its wrappers.
     own = dict(vars(module))
-    attributes = _setting_attributes(where, own) + _constants(where, module, own)
+    attributes = _setting_attributes(where, own) + _constant_attributes(where, module, own)
     parameters, buffers = (
         [(name, tensor) for name, tensor in sorted(tensors.items()) if tensor is not None] if tensors else ()
         for tensors in (module._parameters, module._buffers)
@@ -370,7 +370,7 @@ def _setting_attributes(where: str, values: Mapping[str, Any]) -> list[Any]:
     return attributes
 
 
-def _constants(where: str, module: torch.nn.Module, attributes: Mapping[str, Any]) -> list[Any]:
+def _constant_attributes(where: str, module: torch.nn.Module, attributes: Mapping[str, Any]) -> list[Any]:
     """Return the tensors, arrays and structures among a module's plain attributes, by name. Custom modules' private floats are included.
 
     The result is empty for a module that defines its own state, because its constants are among the weights.

@@ -92,7 +92,7 @@ class BoundLane:
     ) -> None:
         self._lane, self._tensors, self._keys, self._encoders, self._decoders = lane, tensors, keys, encoders, decoders
         self._large_errors = large_errors
-        self._choosers = choosers
+        self._raw_token_functions = choosers
         self._layer_groups: list[tuple[int, int, int, int, tuple[int, int, int]]] = []
         if not _has_contiguous_channels(tensors):
             self._encoders = self._decoders = None
@@ -105,7 +105,7 @@ class BoundLane:
         tensors, keys = (pages.sides[side][lane.first : lane.first + lane.count] for side in (lane.side, "k"))
         if not dispatch.uses_c(pages.device) or isinstance(lane.codec, Opaque | Raw) or lane.geometry.dtype not in RAW_DTYPES:
             return cls(lane, tensors, keys)
-        return cls(lane, tensors, keys, *_c_functions(lane), _choosers(lane, keys))
+        return cls(lane, tensors, keys, *_c_functions(lane), _raw_token_functions(lane, keys))
 
     def encode(self, slot: int, row: memoryview, threads: int) -> Counts:
         """Encode the page in ``slot`` into ``row``. Returns the counts of ``count_left_out``, int64 ``[2]``."""
@@ -148,8 +148,8 @@ class BoundLane:
 
         The raw tokens are token indices in ascending order, int64 ``[layer, raw_slot]``, padded with -1.
         """
-        if self._choosers is not None:
-            result = [self._choosers[group[1]].run(self._values(group, slot), threads) for group in self._key_groups]
+        if self._raw_token_functions is not None:
+            result = [self._raw_token_functions[group[1]].run(self._values(group, slot), threads) for group in self._key_groups]
             return numpy.concatenate([chosen for chosen, _ in result]), numpy.concatenate([left_out for _, left_out in result]).sum(0)
         token, wanted = self._raw_choices(raw, slot)
         tokens = self._lane.geometry.tokens
@@ -398,7 +398,7 @@ def _c_functions(lane: Lane) -> tuple[Any, Any, Any]:
     return encoders, decoders, large_errors
 
 
-def _choosers(lane: Lane, keys: Sequence[torch.Tensor]) -> Any:
+def _raw_token_functions(lane: Lane, keys: Sequence[torch.Tensor]) -> Any:
     """Return the C functions that choose raw tokens, by number of layers: one for a single layer, and one for all layers.
 
     Returns None if there are no raw tokens, or if the C kernels cannot choose them.

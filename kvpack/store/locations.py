@@ -50,7 +50,7 @@ def open_backend(
     kind = _location_kind(location)
     _check_options(kind.name, keywords, kind.options)
     if kind is FOLDER:
-        location, keywords["skip_sweep"] = _folder(location), skip_sweep
+        location, keywords["skip_sweep"] = _folder_path(location), skip_sweep
     return kind.open(location, counters, entry_format, **keywords)
 
 
@@ -80,7 +80,7 @@ def open_existing(
 ) -> Backend:
     """Open the backend at an existing location, as ``open_backend`` does. Raises MissingFile if a folder is missing or is not a store."""
     if _location_kind(location) is FOLDER:
-        path, why = os.path.expanduser(_folder(location)), ""
+        path, why = os.path.expanduser(_folder_path(location)), ""
         if not os.path.lexists(path):
             why = "does not exist; a store creates its folder when it stores its first chunk"
         elif not os.path.isdir(path):
@@ -138,7 +138,7 @@ def _location_kind(location: Any) -> LocationKind:
     return FOLDER
 
 
-def _folder(location: Any) -> str:
+def _folder_path(location: Any) -> str:
     """Return the path of a folder, passed as a path or a file:// URL. Raises InvalidType or InvalidParameter."""
     if not isinstance(location, (str, bytes, os.PathLike)):
         raise InvalidType(f"the location is of type {type(location).__name__}, expected a path, a URL or a list of these")

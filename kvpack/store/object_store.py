@@ -179,19 +179,19 @@ class ObjectStore(SingleTierBackend):
             self._record_uses()
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
-        sizes = dict(zip(keys, in_parallel(self._size, keys, MAX_CONCURRENT_REQUESTS), strict=True))
+        sizes = dict(zip(keys, in_parallel(self._entry_size, keys, MAX_CONCURRENT_REQUESTS), strict=True))
         return self._remove_all([key for key in reversed(keys) if sizes[key] is not None])
 
     def discard(self, key: bytes, entry: FoundEntry) -> None:
         self._remove_all([key])
 
     def list(self) -> Iterator[StoredEntry]:
-        last = self._last_uses(self._records())
-        for key, size, put_ns in self._entries() or ():
+        last = self._last_uses(self._list_records())
+        for key, size, put_ns in self._list_entries() or ():
             yield StoredEntry(key, size, max(put_ns, last[key].used_ns if key in last else 0))
 
     def size(self) -> tuple[int, int]:
-        sizes = [size for _, size, _ in self._entries() or ()]
+        sizes = [size for _, size, _ in self._list_entries() or ()]
         return len(sizes), sum(sizes)
 
     def pin(self, keys: Sequence[bytes], terms: PinTerms) -> bool:
@@ -200,7 +200,10 @@ class ObjectStore(SingleTierBackend):
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         folder = _HOLDS + keys[-1].hex() + "/"
-        names = [folder + owner_digest(owner).hex()] if owner is not None else [name for name, _, _ in self._names("unpin", folder) or ()]
+        if owner is None:
+            names = [name for name, _, _ in self._list_objects("unpin", folder) or ()]
+        else:
+            names = [folder + owner_digest(owner).hex()]
         return True in [self._remove_pin(name) for name in names]
 
     def _remove_pin(self, name: str) -> bool:
@@ -213,7 +216,7 @@ class ObjectStore(SingleTierBackend):
     def _pins(self, *, sweep: bool = False) -> Sequence[Pin] | None:
         """Return the active pins, or None if the service does not answer. With ``sweep``, expired pins are removed."""
         result = []
-        names = self._names("pinned", _HOLDS)
+        names = self._list_objects("pinned", _HOLDS)
         if names is None:
             return None
         for (name, _, _), data in zip(names, self._read_all(names), strict=True):
@@ -293,7 +296,7 @@ class ObjectStore(SingleTierBackend):
 
     def _evict(self, max_bytes: int | None, protected: set[bytes]) -> None:
         """Count the entries, and remove the least recently used ones until the rest fits into ``max_bytes``."""
-        entries = self._entries()
+        entries = self._list_entries()
         self._counted = None if entries is None else time.monotonic()
         if entries is None:
             return
@@ -308,7 +311,7 @@ class ObjectStore(SingleTierBackend):
             return
         protected = protected.union(*(pin.chain for pin in pins))
         to_evict, left = [], self._total
-        order = eviction_order([(key, put_ns) for key, _, put_ns in entries], self._last_uses(self._records()), time.time_ns())
+        order = eviction_order([(key, put_ns) for key, _, put_ns in entries], self._last_uses(self._list_records()), time.time_ns())
         for key in order:
             if left <= max_bytes - max_bytes // _SLACK:
                 break
@@ -327,7 +330,7 @@ class ObjectStore(SingleTierBackend):
 
     def _merge_records(self) -> None:
         """Merge records of similar age. Uses of entries that no longer exist are dropped."""
-        records, entries = self._records(), self._entries()
+        records, entries = self._list_records(), self._list_entries()
         if len(records) < 2 or entries is None:
             return
         present = {key for key, _, _ in entries}
@@ -356,7 +359,7 @@ class ObjectStore(SingleTierBackend):
             # Until the new result is ready, other threads continue to use the previous one.
             self._expiry_checked = time.monotonic()
         now_ns = time.time_ns()
-        expired = {key for key, use in self._last_uses(self._records()).items() if use.has_expired(now_ns)}
+        expired = {key for key, use in self._last_uses(self._list_records()).items() if use.has_expired(now_ns)}
         pins = self._pins() if expired else ()
         expired = set() if pins is None else expired.difference(self._uses.unrecorded_keys(), *(pin.chain for pin in pins))
         with self._expiry_lock:
@@ -370,16 +373,16 @@ class ObjectStore(SingleTierBackend):
             with self._expiry_lock:
                 self._expired = self._expired - expired
 
-    def _records(self) -> Listing:
-        return self._names("list", _USES) or []
+    def _list_records(self) -> Listing:
+        return self._list_objects("list", _USES) or []
 
     def _last_uses(self, listed: Listing) -> dict[bytes, LastUse]:
         records = zip(listed, self._read_all(listed), strict=True)
         return parse_last_uses([(used_ns, name, bytes(record)) for (name, _, used_ns), record in records if record])
 
-    def _entries(self) -> ListedEntries | None:
+    def _list_entries(self) -> ListedEntries | None:
         result: ListedEntries = []
-        for names in in_parallel(lambda first: self._names("list", f"{first}/"), "0123456789abcdef", MAX_CONCURRENT_REQUESTS):
+        for names in in_parallel(lambda first: self._list_objects("list", f"{first}/"), "0123456789abcdef", MAX_CONCURRENT_REQUESTS):
             if names is None:
                 return None
             for name, size, put_ns in names:
@@ -389,10 +392,10 @@ class ObjectStore(SingleTierBackend):
                         result.append((key, size, put_ns))
         return result
 
-    def _names(self, operation: str, prefix: str) -> Listing | None:
+    def _list_objects(self, operation: str, prefix: str) -> Listing | None:
         return self._guard.request(operation, lambda: self._objects.list_objects(prefix), None)
 
-    def _size(self, key: bytes) -> int | None:
+    def _entry_size(self, key: bytes) -> int | None:
         return self._guard.request("match", lambda: self._objects.size(_object_name(key)), None)
 
     def _read_all(self, listed: Listing) -> Sequence[Data]:

@@ -34,7 +34,7 @@ from .expiry import limit_ttl
 from .pins import encode_pin, is_active, owner_digest, parse_pin
 from .redis_client import FRONTS_BYTES, RedisClient
 from .redis_count import MAX_PAGES, EntryCount, RedisDescriptions, list_pages
-from .redis_replies import byte_strings, integer, make_bytes_check, parse_set_reply
+from .redis_replies import check_byte_strings, check_integer, make_bytes_check, parse_set_reply
 from .redis_scripts import ENTRY, HOLDS, LEASE
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class Redis(SingleTierBackend):
             return self._read_fronts(keys)
         result: list[Data | None] = [None] * len(keys)
         for part in _split_into_batches(range(len(keys)), _KEYS_AT_ONCE):
-            sizes = self._client.send_all("get", [(integer, "STRLEN", ENTRY + keys[index]) for index in part])
+            sizes = self._client.send_all("get", [(check_integer, "STRLEN", ENTRY + keys[index]) for index in part])
             present = {index: size for index, size in zip(part, sizes, strict=False) if self._is_fetchable(keys[index], size or 0)}
             for group in batches(present.items(), _KEYS_AT_ONCE, _BYTES_AT_ONCE):
                 while group:
@@ -239,14 +239,14 @@ class Redis(SingleTierBackend):
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         if owner is not None:
-            return bool(self._client.send("unpin", "HDEL", HOLDS, keys[-1] + owner_digest(owner), check=integer, default=0))
-        fields = self._client.send("unpin", "HKEYS", HOLDS, check=byte_strings, default=())
+            return bool(self._client.send("unpin", "HDEL", HOLDS, keys[-1] + owner_digest(owner), check=check_integer, default=0))
+        fields = self._client.send("unpin", "HKEYS", HOLDS, check=check_byte_strings, default=())
         result = [field for field in fields if field.startswith(keys[-1])]
-        return bool(result and self._client.send("unpin", "HDEL", HOLDS, *result, check=integer, default=0))
+        return bool(result and self._client.send("unpin", "HDEL", HOLDS, *result, check=check_integer, default=0))
 
     def pins(self) -> Sequence[Pin]:
         result = []
-        for hold in self._client.send("pinned", "HVALS", HOLDS, check=byte_strings, default=()):
+        for hold in self._client.send("pinned", "HVALS", HOLDS, check=check_byte_strings, default=()):
             try:
                 result.append(parse_pin("on the server", hold))
             except InvalidHeader as error:

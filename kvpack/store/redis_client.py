@@ -20,16 +20,16 @@ from .entry_kind import FRONT_BYTES
 from .options import check_seconds
 from .redis_page_scripts import DESCRIBE, MISSING, RECOUNT, SUM, TOTALS
 from .redis_replies import (
-    integer,
-    key_list,
+    check_integer,
+    check_keys,
+    check_sum_progress,
+    check_two_integers,
     make_fronts_check,
     make_integers_check,
     make_put_results_check,
     parse_count_page,
     parse_entry_page,
     parse_totals,
-    sum_progress,
-    two_integers,
 )
 from .redis_scripts import DELETE, FRONTS, KEYS, LIST, PIN, PUT, RELEASE, ROOM, SIZE, USE
 
@@ -52,18 +52,18 @@ FRONTS_BYTES = 64 * 1024
 _REPLY_CHECKS: dict[str, Callable[[Any], Any]] = {
     "put": make_put_results_check(FRONT_BYTES),
     "room": make_integers_check(4),
-    "touch": integer,
-    "delete": key_list,
+    "touch": check_integer,
+    "delete": check_keys,
     "fronts": make_fronts_check(FRONTS_BYTES),
     "list": parse_entry_page,
-    "size": two_integers,
+    "size": check_two_integers,
     "count": parse_count_page,
-    "sum": sum_progress,
-    "pin": integer,
-    "release": integer,
+    "sum": check_sum_progress,
+    "pin": check_integer,
+    "release": check_integer,
     "totals": parse_totals,
     "missing": parse_entry_page,
-    "describe": integer,
+    "describe": check_integer,
 }
 """The function that checks each script's reply."""
 _OTHER_PROTOCOL = re.compile(r"""(Protocol Error: b?|[Pp]rotocol error, got )['"][A-Za-z0-9<\\]""")

@@ -26,7 +26,7 @@ from .backend import StoredEntry
 from .counters import Counters
 from .entry_descriptions import Descriptions, parse_description
 from .redis_client import RedisClient
-from .redis_replies import integer
+from .redis_replies import check_integer
 from .redis_scripts import KEYS
 
 SUM_SECONDS = 600.0
@@ -175,7 +175,7 @@ class RedisDescriptions:
             are_all = entries == numbers and size == sizes
             # Descriptions are corrected before their sizes are used.
             if known is None or numbers != described or (missing is not None and entries == described and not are_all):
-                self._client.send("list", "UNLINK", *KEYS[7:], check=integer)
+                self._client.send("list", "UNLINK", *KEYS[7:], check=check_integer)
                 missing = None
             elif missing is not None or (are_all and all(text != listed for text, *_ in known)):
                 return Descriptions(known, missing or [])

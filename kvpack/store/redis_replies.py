@@ -23,7 +23,7 @@ class NotRedis(Exception):
     """Raised for a reply that no Redis server would send."""
 
 
-def integer(reply: Any) -> int:
+def check_integer(reply: Any) -> int:
     """Return the reply, which must be an integer from 0 to 2^53."""
     if type(reply) is not int or not 0 <= reply <= _MAX_INTEGER:
         raise _unexpected_reply(reply, "an integer from 0 to 2^53")
@@ -32,7 +32,7 @@ def integer(reply: Any) -> int:
 
 def make_integers_check(count: int) -> Callable[[Any], list[int]]:
     """Return a check that accepts only a list of ``count`` integers."""
-    return lambda reply: [integer(item) for item in _check_list(reply, f"{count} integers", count)]
+    return lambda reply: [check_integer(item) for item in _check_list(reply, f"{count} integers", count)]
 
 
 def make_bytes_check(max_bytes: int) -> Callable[[Any], bytes]:
@@ -46,7 +46,7 @@ def make_bytes_check(max_bytes: int) -> Callable[[Any], bytes]:
     return check
 
 
-def byte_strings(reply: Any) -> list[bytes]:
+def check_byte_strings(reply: Any) -> list[bytes]:
     """Return the reply, which must be a list of bytes."""
     result = _check_list(reply, "a list of bytes")
     for item in result:
@@ -55,9 +55,9 @@ def byte_strings(reply: Any) -> list[bytes]:
     return result
 
 
-def key_list(reply: Any) -> list[bytes]:
+def check_keys(reply: Any) -> list[bytes]:
     """Return the reply, which must be a list of keys."""
-    result = byte_strings(reply)
+    result = check_byte_strings(reply)
     if any(len(key) != KEY_BYTES for key in result):
         raise _unexpected_reply(reply, f"keys of {KEY_BYTES} bytes")
     return result
@@ -72,19 +72,19 @@ def make_fronts_check(max_bytes: int) -> Callable[[Any], list[Any]]:
         if len(found) % 2 == 0:
             raise _unexpected_reply(reply, "a number, then sizes and bytes")
         return [
-            integer(item) if at % 2 or at == 0 else item if isinstance(item, Exception) else check_bytes(item)
+            check_integer(item) if at % 2 or at == 0 else item if isinstance(item, Exception) else check_bytes(item)
             for at, item in enumerate(found)
         ]
 
     return check
 
 
-def two_integers(reply: Any) -> list[int]:
+def check_two_integers(reply: Any) -> list[int]:
     """Return the reply, which must be a list of two integers, or [-1]."""
     return reply if reply == [-1] and type(reply[0]) is int else make_integers_check(2)(reply)
 
 
-def sum_progress(reply: Any) -> int:
+def check_sum_progress(reply: Any) -> int:
     """Return the reply, which must be 0, 1 or -1."""
     if type(reply) is not int or not -1 <= reply <= 1:
         raise _unexpected_reply(reply, "0, 1 or -1")
@@ -94,7 +94,7 @@ def sum_progress(reply: Any) -> int:
 def parse_count_page(reply: Any) -> tuple[bytes, int]:
     """Check the reply of the script that counts entries. Returns the cursor and the number of missing entries."""
     result = _check_list(reply, "a cursor and a number", 2)
-    return _cursor(result[0]), integer(result[1])
+    return _check_cursor(result[0]), check_integer(result[1])
 
 
 def parse_set_reply(reply: Any) -> bool:
@@ -113,15 +113,15 @@ def make_put_results_check(front_bytes: int) -> Callable[[Any], list[Any]]:
     def result(item: Any) -> Any:
         if type(item) is list:
             _check_list(item, "a front and a size", 2)
-            return make_bytes_check(front_bytes)(item[0]), integer(item[1])
-        return integer(item)
+            return make_bytes_check(front_bytes)(item[0]), check_integer(item[1])
+        return check_integer(item)
 
     def check(reply: Any) -> list[Any]:
         if reply == [-1] and type(reply[0]) is int:
             return [-1]
         found = _check_list(reply, "two integers, a message and a list of results", 4)
         results = [result(item) for item in _check_list(found[3], "a list of results")]
-        return [integer(found[0]), integer(found[1]), make_bytes_check(_MESSAGE_BYTES)(found[2]), results]
+        return [check_integer(found[0]), check_integer(found[1]), make_bytes_check(_MESSAGE_BYTES)(found[2]), results]
 
     return check
 
@@ -132,7 +132,7 @@ def parse_entry_page(reply: Any) -> tuple[bytes, bytes]:
     entries = make_bytes_check(_PAGE_BYTES)(result[1])
     if len(entries) % LISTED_BYTES:
         raise _unexpected_reply(reply, f"{LISTED_BYTES} bytes for each entry")
-    return _cursor(result[0]), entries
+    return _check_cursor(result[0]), entries
 
 
 def parse_totals(reply: Any) -> tuple[int, int, int, dict[bytes, bytes]] | None:
@@ -142,12 +142,12 @@ def parse_totals(reply: Any) -> tuple[int, int, int, dict[bytes, bytes]] | None:
         return None
     if len(found) < 3 or len(found) % 2 == 0:
         raise _unexpected_reply(reply, "three integers followed by field-value pairs")
-    fields = byte_strings(found[3:])
-    entries, described, size = map(integer, found[:3])
+    fields = check_byte_strings(found[3:])
+    entries, described, size = map(check_integer, found[:3])
     return entries, described, size, dict(zip(fields[::2], fields[1::2], strict=True))
 
 
-def _cursor(reply: Any) -> bytes:
+def _check_cursor(reply: Any) -> bytes:
     if type(reply) is not bytes or not reply.isdigit() or len(reply) > _CURSOR_DIGITS:
         raise _unexpected_reply(reply, "a cursor")
     return reply

@@ -18,10 +18,10 @@ from kvpack.evaluation.models import (
     LONGER_TEXT,
     Text,
     check_size,
+    get_vocabulary_size,
     ids_per_window,
     position_limit,
     read_text,
-    vocabulary,
     window_ids,
     window_starts,
     window_tokens,
@@ -120,7 +120,7 @@ def run(
     with model_folder(model) as folder:
         network = load_model(folder).to(settings.device)
         identity = _identity_in_any_dtype(folder, network)
-        words = read_text(text, folder, vocabulary(network))
+        words = read_text(text, folder, get_vocabulary_size(network))
     longest = max_uniform_length(network.config.get_text_config())
     only = settings.balanced_only
     tokens, scored_tokens, windows = _choose_sizes(settings, words, longest, position_limit(network))

@@ -141,7 +141,7 @@ def pack_candidates(
                 try:
                     clause = Recipe(";".join(f"{other}={codec if other == side else 'raw'}" for other in SIDES), basis)
                     packed[tensor_key][codec] = _pack_tensor(
-                        x.to(torch.bfloat16), (k_norms, v_norms), exact.prefix, clause, tensor_key, len(exact.pairs)
+                        x.to(torch.bfloat16), (k_norms, v_norms), exact.prefix_tokens, clause, tensor_key, len(exact.pairs)
                     )
                 except (InvalidParameter, OutOfBounds) as error:
                     left_out[tensor_key][codec] = str(error).removeprefix(f"layers[{layer}].{side}: ")

@@ -149,7 +149,7 @@ def _count_levels(columns: Array, scales: Array) -> Array:
     # The last entry counts levels that have no symbol.
     result = numpy.zeros((4, _TABLES * (levels + 1)))
     # A finer step takes more bits, so the first usual one is found by bisection.
-    first = bisect_left(_STEPS, _MIN_BITS, key=partial(_bits_at, columns))
+    first = bisect_left(_STEPS, _MIN_BITS, key=partial(_bits_at_step, columns))
     for step in _STEPS[first:]:
         steps = _in_steps(columns, step)
         coded = _round_to_levels(steps, 0.0)
@@ -169,7 +169,7 @@ def _in_steps(columns: Array, step: int) -> Array:
     return result
 
 
-def _bits_at(columns: Array, step: int) -> float:
+def _bits_at_step(columns: Array, step: int) -> float:
     return _entropy(_round_to_levels(_in_steps(columns, step), 0.0))
 
 

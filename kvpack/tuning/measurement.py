@@ -73,8 +73,8 @@ class Windows:
         for tokens in windows:
             result = evaluate_uncompressed(self.model, tokens, scored_tokens)
             first = first or result
-            pairs = [(k.to(torch.bfloat16), v.to(torch.bfloat16)) for k, v in result.first]
-            self.exact.append(replace(result, pairs=pairs, seen={}))
+            pairs = [(k.to(torch.bfloat16), v.to(torch.bfloat16)) for k, v in result.prefix_pairs]
+            self.exact.append(replace(result, pairs=pairs, recorded_attention={}))
             self.step()
         assert first is not None
         return first
@@ -92,10 +92,10 @@ class Windows:
         return self.losses[recipe]
 
     def _measure(self, exact: UncompressedResult, recipe: str) -> Loss:
-        packed = packed_file(exact.first, Recipe(recipe, self.basis), os.path.join(self.folder, "window.kvpack"))
+        packed = packed_file(exact.prefix_pairs, Recipe(recipe, self.basis), os.path.join(self.folder, "window.kvpack"))
         predicted = evaluate_packed(self.model, exact, packed)
         self.step()
-        size, values = self.length.file_bytes(predicted.whole), self.length.values(predicted.whole)
+        size, values = self.length.file_bytes(predicted.cache), self.length.values(predicted.cache)
         return Loss([predicted.kl_divergence], [predicted.log_perplexity], size, values)
 
 

@@ -99,7 +99,7 @@ def average_moments_over_positions(statistics: KeyMoments, rope: Rope | None, st
     """Average a layer's moments over windows that start at the positions ``starts``. Without RoPE (None), they do not change."""
     if rope is None:
         return statistics
-    rotations = _rotations(rope, statistics.keys.shape[-1], starts)
+    rotations = _rotation_matrices(rope, statistics.keys.shape[-1], starts)
     return replace(statistics, **{name: _average_rotated(getattr(statistics, name), rotations) for name in _ROTATED_MOMENTS})
 
 
@@ -110,14 +110,14 @@ def spread_keys(statistics: Statistics, ropes: Sequence[Rope | None], starts: Se
         name = f"{layer}.k"
         if rope is None or name not in sums:
             continue
-        rotations = _rotations(rope, sums[name].shape[-1], starts)
+        rotations = _rotation_matrices(rope, sums[name].shape[-1], starts)
         sums[name] = sums[name] @ rotations.mean(0)
         products[name], costs[name] = _average_rotated(products[name], rotations), _average_rotated(costs[name], rotations)
         samples[name] = [part @ rotations[number % len(rotations)].to(part.dtype) for number, part in enumerate(samples[name])]
     return replace(statistics, sums=sums, products=products, costs=costs, samples=samples)
 
 
-def _rotations(rope: Rope, dim: int, starts: Sequence[int]) -> torch.Tensor:
+def _rotation_matrices(rope: Rope, dim: int, starts: Sequence[int]) -> torch.Tensor:
     """Return the matrices that rotate a row of channels to each position in ``starts``, float64 ``[start, dim, dim]``."""
     # Each unit vector is its own sequence, because tokens of one sequence are at consecutive positions.
     units = torch.eye(dim, dtype=torch.float32, device="cpu")[:, None]

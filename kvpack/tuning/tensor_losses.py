@@ -38,13 +38,13 @@ def measure_tensor_losses(model: Any, basis: Basis, windows: Sequence[torch.Tens
         exact = evaluate_uncompressed(model, tokens, max(1, (tokens.shape[1] - 1) // SCORED_PART))
         step()
         # The windows are so short that a CPU packs them before a GPU's kernels are compiled.
-        packed = pack_as_bf16([(k.cpu(), v.cpu()) for k, v in exact.first], recipe)
-        for layer, (k, v) in enumerate(exact.first[:layers]):
+        packed = pack_as_bf16([(k.cpu(), v.cpu()) for k, v in exact.prefix_pairs], recipe)
+        for layer, (k, v) in enumerate(exact.prefix_pairs[:layers]):
             decoded_k, decoded_v = packed[layer].unpack(k.dtype)
             assert decoded_k is not None
             assert decoded_v is not None
             for side, pair in (("k", (decoded_k.to(k.device), v)), ("v", (k, decoded_v.to(v.device)))):
-                pairs = [*exact.first[:layer], pair, *exact.first[layer + 1 :]]
+                pairs = [*exact.prefix_pairs[:layer], pair, *exact.prefix_pairs[layer + 1 :]]
                 losses[side][layer] += evaluate_over(model, exact, pairs).kl_divergence / len(windows)
                 step()
     floor = min(map(min, losses.values()))

@@ -18,10 +18,10 @@ from kvpack.evaluation.models import (
     LONGER_TEXT,
     Text,
     check_size,
+    get_vocabulary_size,
     ids_per_window,
     position_limit,
     read_text,
-    vocabulary,
     window_ids,
     window_starts,
     window_tokens,
@@ -160,7 +160,7 @@ def run(
             check_output_path(path)
     with model_folder(model) as folder:
         network = load_model(folder).to(settings.device)
-        words = read_text(text, folder, vocabulary(network))
+        words = read_text(text, folder, get_vocabulary_size(network))
         name = model_name(str(folder.resolve()))
         if loaded_basis is not None:
             check_basis(loaded_basis, folder)

@@ -135,9 +135,9 @@ def test_a_row_summarizes_its_windows(report: Any) -> None:
 @pytest.mark.scenario
 def test_passes_that_fit_the_raw_tail_see_packed_tokens(model: Any, exact: windows.UncompressedResult, tmp_path: Path) -> None:
     def divergence(step: int) -> float:
-        cache = windows.packed_file(exact.first, "kv=scalar:b=2;tail=8", str(tmp_path / "window"))
+        cache = windows.packed_file(exact.prefix_pairs, "kv=scalar:b=2;tail=8", str(tmp_path / "window"))
         found = windows.evaluate_packed(model, exact, cache, step)
-        assert found.whole.tokens == 416
+        assert found.cache.tokens == 416
         return found.kl_divergence
 
     # A pass within the tail is the same as one token after another; a longer one attends to its own tokens exactly.
@@ -182,7 +182,7 @@ def test_forgetting_the_past_is_the_upper_bound_of_errors(report: Any, model: An
     assert forgotten["kl_divergence"] > max(row["kl_divergence"] for row in report["recipes"])
     assert forgotten["kl_divergence"] == pytest.approx(sum(window["kl_divergence"] for window in forgotten["windows"]) / 2)
     # With the whole past kept, nothing is forgotten; the positions are those of the text.
-    assert windows.evaluate_forgotten(model, exact, exact.prefix).kl_divergence < 1e-6
+    assert windows.evaluate_forgotten(model, exact, exact.prefix_tokens).kl_divergence < 1e-6
     model.set_attn_implementation("sdpa")
     with torch.inference_mode():
         hidden = torch.full((1, 1, 96, 416), float("-inf"))
@@ -224,7 +224,7 @@ def test_errors_are_relative_to_dense_attention(exact: windows.UncompressedResul
     packed = [kvpack.pack((k[:, :, :320], v[:, :, :320]), "kivi-2")[0].append(k[:, :, 320:], v[:, :, 320:]) for k, v in exact.pairs]
     mask = torch.ones(96, 416, dtype=torch.bool).tril(320)
     for number, layer in enumerate(packed):
-        seen = exact.seen[number]
+        seen = exact.recorded_attention[number]
         assert seen.query.shape == (1, 3, 96, 64)
         outputs = [
             functional.scaled_dot_product_attention(seen.query, k, v, mask, enable_gqa=True)
@@ -241,7 +241,7 @@ def test_the_divergence_equals_its_definition() -> None:
     logits = torch.randn(2, 150, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     p, q = logits.softmax(-1)
     expected = (p * (p / q).log()).sum(-1).mean().item()
-    assert windows._divergence(p.log().float(), q.log().float()) == pytest.approx(expected, rel=1e-5)
+    assert windows._kl_divergence(p.log().float(), q.log().float()) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.scenario

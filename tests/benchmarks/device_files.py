@@ -44,7 +44,7 @@ def run(
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="kvpack-bench-", dir=folder) as temporary:
         for number, recipe in enumerate(recipes):
-            rows += _rows(pairs, recipe, target, repeats, temporary)
+            rows += _measure_rows(pairs, recipe, target, repeats, temporary)
             if progress is not None:
                 progress(number + 1, len(recipes))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -52,7 +52,7 @@ def run(
     return {"source": cache.label, "repeats": repeats, "device": str(target), "device_name": name, "cores": cores, "device_rows": rows}
 
 
-def _rows(
+def _measure_rows(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
     recipe: str,
     device: torch.device,
@@ -79,8 +79,8 @@ def _rows(
     os.unlink(path)
     os.unlink(plain)
     return [
-        _row(recipe, "load to the device", size, measured["load"], measured["copy"]),
-        _row(recipe, "save from the device", size, measured["save"], measured["write"]),
+        _measure_row(recipe, "load to the device", size, measured["load"], measured["copy"]),
+        _measure_row(recipe, "save from the device", size, measured["save"], measured["write"]),
     ]
 
 
@@ -110,7 +110,7 @@ def _write_file(path: str, data: memoryview) -> None:
     os.replace(f"{path}.new", path)
 
 
-def _row(recipe: str, operation: str, size: int, seconds: list[float], bus: list[float]) -> dict[str, Any]:
+def _measure_row(recipe: str, operation: str, size: int, seconds: list[float], bus: list[float]) -> dict[str, Any]:
     taken, of_bus = statistics.median(seconds[1:]), statistics.median(bus[1:])
     return {
         "name": recipe,

@@ -48,7 +48,7 @@ def save_plot(report: dict[str, Any], path: Path) -> None:
 
 def _styles(rows: list[dict[str, Any]], dim: int) -> list[dict[str, Any]]:
     """Return the style of each recipe: a color and marker for its codec, with a different shade and line style."""
-    families = [_family(row, dim) for row in rows]
+    families = [_codec_family(row, dim) for row in rows]
     styles = []
     for number, family in enumerate(families):
         color, marker = quality_plot.STYLES.get(family, quality_plot.OTHER_STYLE)
@@ -61,7 +61,7 @@ def _styles(rows: list[dict[str, Any]], dim: int) -> list[dict[str, Any]]:
     return styles
 
 
-def _family(row: dict[str, Any], dim: int) -> str:
+def _codec_family(row: dict[str, Any], dim: int) -> str:
     if row["error"] is None or row["recipe"] == OWN_BF16:
         return "raw"
     if row["recipe"].startswith(synthetic_basis.NAME):

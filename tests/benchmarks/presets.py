@@ -22,7 +22,7 @@ import torch
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
 from kvpack.coding.recorded_presets import RECORDED
-from kvpack.evaluation.models import read_text, vocabulary, window_ids
+from kvpack.evaluation.models import get_vocabulary_size, read_text, window_ids
 from kvpack.evaluation.twins import make_twin, offset_keys
 from kvpack.evaluation.windows import evaluate_uncompressed, measure
 from kvpack.file.atomic import write_file
@@ -151,7 +151,7 @@ def _measure(settings: Settings, rows: Sequence[Row], number: int, threads: int)
     basis = None if settings.basis is None else Basis.load(settings.basis)
     with model_folder(settings.model) as folder:
         model = load_model(folder)
-        text = read_text(settings.text, folder, vocabulary(model))
+        text = read_text(settings.text, folder, get_vocabulary_size(model))
     if settings.device == "cuda":
         model = model.to("cuda", torch.bfloat16)
     size = settings.tokens + SCORE + 1 - len(text.start)

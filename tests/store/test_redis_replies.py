@@ -18,9 +18,11 @@ from kvpack.store import redis_client
 from kvpack.store.keys import KEY_BYTES
 from kvpack.store.redis_replies import (
     NotRedis,
-    byte_strings,
-    integer,
-    key_list,
+    check_byte_strings,
+    check_integer,
+    check_keys,
+    check_sum_progress,
+    check_two_integers,
     make_bytes_check,
     make_fronts_check,
     make_integers_check,
@@ -28,8 +30,6 @@ from kvpack.store.redis_replies import (
     parse_count_page,
     parse_entry_page,
     parse_totals,
-    sum_progress,
-    two_integers,
 )
 from support.store_caches import CHUNK, IDENTITY, cache, prompt
 
@@ -330,11 +330,11 @@ def test_a_long_reply_gets_time_in_proportion_to_its_bytes(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("check", "good", "bad"),
     [
-        (integer, [0, 7, 2**53], [-1, 2**53 + 1, True, None, b"1", 1.0, [1]]),
+        (check_integer, [0, 7, 2**53], [-1, 2**53 + 1, True, None, b"1", 1.0, [1]]),
         (make_integers_check(2), [[1, 2]], [[1], [1, 2, 3], [1, b"x"], (1, 2), 5, None]),
         (make_bytes_check(3), [b"", b"abc"], [b"abcd", "abc", None, 3, bytearray(b"a")]),
-        (byte_strings, [[], [b"a"]], [[1], None, b"a", [None]]),
-        (key_list, [[], [KEY]], [[b"x"], [KEY, b""], None]),
+        (check_byte_strings, [[], [b"a"]], [[1], None, b"a", [None]]),
+        (check_keys, [[], [KEY]], [[b"x"], [KEY, b""], None]),
         (make_fronts_check(3), [[0], [1, 5, b"abc", 0, b""]], [[], [0, 5], [b"0"], [0, 5, b"abcd"], [0, b"a", 5], [0, -1, b""], None, 4]),
         (parse_entry_page, [[b"0", b""], [b"5", KEY + bytes(16)]], [[b"0", KEY], [b"x", b""], [0, b""], [b"0", 5], [b"0"], None]),
         (parse_totals, [[], [1, 2, 3], [1, 2, 3, b"f", b"v"]], [[1], [1, 2, 3, b"f"], [1, 2, b"3"], [1, 2, 3, b"f", 4], [-1, 2, 3], None]),
@@ -343,8 +343,8 @@ def test_a_long_reply_gets_time_in_proportion_to_its_bytes(monkeypatch: pytest.M
             [[b"0", 0], [b"18446744073709551615", 5]],
             [[b"", 0], [b"x", 0], [b"1" * 21, 0], [1, 0], [b"0", -1], [b"0"], None],
         ),
-        (sum_progress, [-1, 0, 1], [2, -2, True, b"1", None]),
-        (two_integers, [[-1], [1, 2]], [[-1, 2], [1], [], [-2], -1, None, [True]]),
+        (check_sum_progress, [-1, 0, 1], [2, -2, True, b"1", None]),
+        (check_two_integers, [[-1], [1, 2]], [[-1, 2], [1], [], [-2], -1, None, [True]]),
         (
             make_put_results_check(5),
             [[-1], [1, 0, b"", [1, 0, 3]], [0, 0, b"why", [[b"front", 9]]]],

@@ -291,10 +291,10 @@ def test_a_full_object_store_is_listed_once_per_call(monkeypatch: pytest.MonkeyP
         assert engine.put(KEYS[:20], given, range(20)) == [True] * 20
         backend.pin(engine._entry_keys(KEYS[:20]), PinTerms("test", 2**40))
         listed: list[int] = []
-        real = ObjectStore._entries
+        real = ObjectStore._list_entries
         # Records of uses are merged by luck, which lists the entries too.
         monkeypatch.setattr(object_store, "randrange", lambda end: 1)
-        monkeypatch.setattr(ObjectStore, "_entries", lambda self: (listed.append(1), real(self))[1])
+        monkeypatch.setattr(ObjectStore, "_list_entries", lambda self: (listed.append(1), real(self))[1])
         assert engine.put(KEYS[20:32], given, range(12)) == [False] * 12
         assert len(listed) == 1
         assert engine.counters()["refused_chunks"] == 12

@@ -39,7 +39,7 @@ def write_files(model: str, basis_path: str) -> None:
     """Write the layers and the basis to their files."""
     from transformers import AttentionInterface
 
-    from kvpack.evaluation.models import bundled_text, vocabulary, window_ids
+    from kvpack.evaluation.models import bundled_text, get_vocabulary_size, window_ids
     from kvpack.integrations.transformers import attention
     from kvpack.models import load_model
 
@@ -55,7 +55,7 @@ def write_files(model: str, basis_path: str) -> None:
     network = load_model(model)
     network.set_attn_implementation("recording")
     with torch.inference_mode():
-        network(window_ids(bundled_text("prose", Path(model), vocabulary(network)), 0, TOKENS))
+        network(window_ids(bundled_text("prose", Path(model), get_vocabulary_size(network)), 0, TOKENS))
     save_file(seen, TENSORS, {"license": "Apache-2.0", "model": "SmolLM2-135M-Instruct"})
     of_all = Basis.load(basis_path)
     places = [(number, layer, side) for number, layer in enumerate(LAYERS) for side in "kv"]

@@ -12,7 +12,7 @@ from kvpack import cli
 from kvpack.bench import quality
 from kvpack.coding.bases import Basis
 from kvpack.errors import InvalidParameter
-from kvpack.evaluation.models import read_text, vocabulary
+from kvpack.evaluation.models import get_vocabulary_size, read_text
 from kvpack.evaluation.windows import prefill
 from kvpack.models import load_model, model_folder
 from kvpack.tuning import calibrate
@@ -81,7 +81,7 @@ def test_constant_channels_have_frames() -> None:
 def test_sums_are_computed_from_the_models_own_keys_and_queries() -> None:
     with model_folder(None) as folder:
         model = load_model(folder)
-        text = read_text(None, folder, vocabulary(model))
+        text = read_text(None, folder, get_vocabulary_size(model))
     tokens, queries, found = torch.tensor([list(text.ids[:100])]), QueryMoments(), Statistics("x")
     seen: dict[int, torch.Tensor] = {}
 
@@ -140,7 +140,7 @@ def test_a_basis_with_balanced_frames_has_the_means_of_keys_before_rope(basis: P
     assert not list(found.sides())
     with model_folder(None) as folder:
         model = load_model(folder)
-        text = read_text(None, folder, vocabulary(model))
+        text = read_text(None, folder, get_vocabulary_size(model))
     keys = prefill(model, torch.tensor([list(text.ids[:64])]))[0][0]
     turned = prefill(model, torch.tensor([list(text.ids[:64])]), torch.arange(900, 964)[None])[0][0]
     assert not torch.allclose(keys, turned, atol=0.1)

@@ -355,7 +355,7 @@ def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
                 graph.capture_end()
             except BaseException:
                 with contextlib.suppress(RuntimeError):
-                    _recover(device, pool)
+                    _leave_capture_mode(device, pool)
                 raise
         before.wait_stream(stream)
     return graph.replay, result
@@ -373,7 +373,7 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _recover(device: torch.device, pool: Any) -> None:
+def _leave_capture_mode(device: torch.device, pool: Any) -> None:
     """Make PyTorch's allocator and random number generator leave capture mode after a failed capture.
 
     Before PyTorch 2.12, both stay in capture mode. Calling ``empty_cache`` (PyTorch #180395) or drawing random numbers would then raise.

@@ -32,12 +32,12 @@ def mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any
     if isinstance(kv_length, CompiledLength) and _is_known_causal(config, **options):
         columns = options.get("attention_mask")
         return None if columns is None else _expand_starts(kv_length.starts(columns))
-    return _mask(kv_length=kv_length, config=config, **options)
+    return _create_mask(kv_length=kv_length, config=config, **options)
 
 
 # This reads the values of the mask, so it cannot be compiled.
 @eager_only("the tokens that an attention mask of this pattern hides are found in eager code")
-def _mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any:
+def _create_mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any:
     if isinstance(kv_length, CompiledLength):
         kv_length, options["kv_offset"] = kv_length.sizes()
     if isinstance(kv_length, PackedLength):

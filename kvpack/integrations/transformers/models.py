@@ -350,7 +350,7 @@ def has_multidimensional_positions(attention: torch.nn.Module) -> bool:
 
 def _config_uses_mrope(config: Any) -> bool:
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    return "mrope_section" in _keys(rope)
+    return "mrope_section" in _all_keys(rope)
 
 
 @lru_cache(maxsize=256)
@@ -385,7 +385,7 @@ def check_layers(layers: int, module: torch.nn.Module) -> None:
         )
 
 
-def _keys(settings: Any) -> set[str]:
+def _all_keys(settings: Any) -> set[str]:
     if not isinstance(settings, Mapping):
         return set()
-    return set(settings).union(*(_keys(value) for value in settings.values()))
+    return set(settings).union(*(_all_keys(value) for value in settings.values()))

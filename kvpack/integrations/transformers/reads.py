@@ -62,10 +62,10 @@ class _Analysis(NamedTuple):
 
 def _analyze_methods(model: torch.nn.Module) -> Iterator[_Analysis]:
     classes = {type(module) for module in iterate_modules(model) if not isinstance(module, PreTrainedModel)}
-    return (_analyze(function) for kind in classes for function in _functions(kind))
+    return (_analyze(function) for kind in classes for function in _own_methods(kind))
 
 
-def _functions(kind: type) -> Iterable[FunctionType]:
+def _own_methods(kind: type) -> Iterable[FunctionType]:
     """Return the methods of a class that are not defined by PyTorch."""
     parents = [parent for parent in kind.__mro__ if not parent.__module__.startswith("torch.")]
     names = {name: value for parent in reversed(parents) for name, value in vars(parent).items()}

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .packed_objects import PackedObject
+
 if TYPE_CHECKING:
 
     from .layer import Layer
@@ -33,7 +35,7 @@ def select_states(states: States, rows: Sequence[int]) -> States:
 
 
 @dataclass(frozen=True)
-class SelectedStates:
+class SelectedStates(PackedObject):
     """The states of the sequences at ``rows`` (None for all).
 
     Rows are copied only on request, because states are large and beam search changes the selection at every step.

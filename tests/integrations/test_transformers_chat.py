@@ -340,7 +340,12 @@ def test_messages_that_cannot_be_read_are_refused(model: Any, tmp_path: Path) ->
     path = tmp_path / "chat.kvpack"
     chat = Chat(model, tokenizer(), "raw")
     chat.send(HELLO, **GREEDY)
+    # Contents may be any JSON.
+    any_content = tokenizer("{{ messages | tojson }}")
+    chat = Chat(model, any_content, "raw", messages=[{"role": "tool", "content": {"city": "Paris"}}])
+    chat.send(HELLO, **GREEDY)
     chat.save(path)
+    assert Chat.load(path, model, any_content).messages == chat.messages
     with pytest.raises(InvalidParameter, match="cannot be read from the file: load all of its tokens with the tokenizer"):
         Chat.load(path, model, ByteTokenizer())
     kvpack.save(chat.cache, path)

@@ -412,7 +412,7 @@ def _store_message(message: Message, tokens: _TokenRanges) -> Message:
 
 def _restore_message(message: Message, ids: list[int], tokenizer: Any) -> Message:
     content = message.get("content")
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or content.keys() != {_SPANS}:
         return message
     parts = (part if isinstance(part, str) else _decode_ids(tokenizer, ids[slice(*part)]) for part in content[_SPANS])
     return {**message, "content": "".join(parts)}

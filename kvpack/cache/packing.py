@@ -184,6 +184,8 @@ def dense_layers(past: Any) -> list[DenseLayer]:
             if k is None and v is None:
                 raise InvalidParameter(f"layers[{number}]: k and v are both None: pass keys, values or both")
             layers.append(DenseLayer(k, v, skipped))
+        if not layers:
+            raise InvalidParameter("the list of layers is empty: pass a list with one (k, v) per layer")
         return layers
     return extract_layers(past)
 

@@ -94,17 +94,20 @@ def pieces(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = Fa
 def open_file(path: str | os.PathLike[str], *, memory_limit: int | None = None, copy: bool = False) -> File:
     """Open a file, and check its size, version and headers. Tensors are mapped, and checked when they are first used."""
     where = path_text(path)
-    source: Source = (disk := DiskFile(open_regular(where)))
+    disk = DiskFile(open_regular(where))
     try:
-        with prefix_errors(where):
-            if memory_limit is not None:
-                check_size(source.size, memory_limit)
-            if copy:
-                source = disk.copy_to_memory()
+        if memory_limit is not None:
+            with prefix_errors(where):
+                check_size(disk.size, memory_limit)
+        file = File(disk, where, memory_limit)
+        if copy:
+            # Only after the header, because another file may be larger than memory.
+            with prefix_errors(where):
+                file._source = disk.copy_to_memory()
     except BaseException:
-        source.close()
+        disk.close()
         raise
-    return File(source, where, memory_limit)
+    return file
 
 
 def open_bytes(data: bytes | bytearray | memoryview, *, where: str = "bytes", memory_limit: int | None = None) -> File:

@@ -61,6 +61,12 @@ def test_only_tensors_are_mapped(path: Path) -> None:
     assert kept.tokens == 69
 
 
+def test_a_file_is_checked_before_it_is_copied(path: Path) -> None:
+    os.truncate(path, 10**13)
+    with pytest.raises(Truncated, match="has 10000000000000 bytes, but its header declares"):
+        kvpack.load(path, copy=True)
+
+
 def test_a_copy_of_a_cold_file_bypasses_the_page_cache(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 

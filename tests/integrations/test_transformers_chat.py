@@ -338,20 +338,18 @@ def test_messages_refused_by_a_template_change_nothing(model: Any) -> None:
 
 def test_messages_that_cannot_be_read_are_refused(model: Any, tmp_path: Path) -> None:
     path = tmp_path / "chat.kvpack"
-    chat = Chat(model, tokenizer(), "raw")
-    chat.send(HELLO, **GREEDY)
     # Contents may be any JSON.
-    any_content = tokenizer("{{ messages | tojson }}")
-    chat = Chat(model, any_content, "raw", messages=[{"role": "tool", "content": {"city": "Paris"}}])
+    words = tokenizer("{% for message in messages %}{{ message.content }}{% endfor %}")
+    chat = Chat(model, words, "raw", messages=[{"role": "tool", "content": {"city": "Paris"}}])
     chat.send(HELLO, **GREEDY)
     chat.save(path)
-    assert Chat.load(path, model, any_content).messages == chat.messages
+    assert Chat.load(path, model, words).messages == chat.messages
     with pytest.raises(InvalidParameter, match="cannot be read from the file: load all of its tokens with the tokenizer"):
         Chat.load(path, model, ByteTokenizer())
     kvpack.save(chat.cache, path)
     with pytest.raises(InvalidParameter, match=r"contains no chat messages: pass the messages"):
-        Chat.load(path, model, tokenizer())
-    again = Chat.load(path, model, tokenizer(), messages=chat.messages)
+        Chat.load(path, model, words)
+    again = Chat.load(path, model, words, messages=chat.messages)
     again.send(MORE, **GREEDY)
     assert again.reused == chat.cache.tokens
 

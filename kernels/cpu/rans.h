@@ -27,35 +27,10 @@ INLINE void rans_symbol(RansRun *run, int64_t i) {
     run->symbols[i] = (uint8_t)found;
 }
 
-/* How a step looks up slots: in one table, in the tables of its symbols, or by bisection if there are few symbols. */
-enum { ONE_TABLE, OF_SYMBOLS, BY_HALVING };
-
-/* A table of few symbols, as a binary tree. Node n contains the first slot that belongs to its right child 2n + 1. Lower slots belong to
-   the left child 2n. Leaf FEW + i is the i-th symbol that has slots, with its first slot and its frequency. */
-enum { FEW = 32 };
-typedef struct {
-    uint16_t node[FEW], first[FEW], frequency[FEW], symbol[FEW];
-} FewSymbols;
+/* How a step looks up slots: in one table, or in the tables of its symbols. */
+enum { ONE_TABLE, OF_SYMBOLS };
 
 #if LEVEL == 4
-/* Returns 0 if there are more symbols, or if a run of slots does not start where its slots state. */
-static int few_symbols(const uint32_t *slots, FewSymbols *few) {
-    uint32_t at = 0;
-    for (int i = 0; i < FEW; i++) {
-        few->first[i] = (uint16_t)at;
-        few->frequency[i] = few->symbol[i] = 0;
-        if (at >= RANS_SLOTS) continue;
-        if (slots[at] >> 20 != at) return 0;
-        few->frequency[i] = (uint16_t)((slots[at] >> 8 & (RANS_SLOTS - 1)) + 1);
-        few->symbol[i] = slots[at] & 255;
-        at += few->frequency[i];
-    }
-    few->node[0] = 0;
-    for (uint32_t width = FEW, n = 1; width > 1; width /= 2)
-        for (uint32_t middle = width / 2; middle < FEW; middle += width) few->node[n++] = few->first[middle];
-    return at == RANS_SLOTS;
-}
-
 /* Lanes whose states are too small take one word each, in lane order. This loads 16 words even if fewer are needed. They are inside the
    array, but may belong to another chunk. */
 INLINE vu refilled(const RansRun *run, vu x, int64_t *at) {
@@ -65,37 +40,8 @@ INLINE vu refilled(const RansRun *run, vu x, int64_t *at) {
     return (vu)_mm512_mask_or_epi32((__m512i)x, low, (__m512i)(x << 16), next);
 }
 
-/* Decodes one symbol per lane, from symbol `i` on. Five bisection steps take less time than two gathers. A word contains slots of both
-   halves of the lanes, so that both are looked up at once. Those of the second half are in the upper halves of the words. */
-INLINE void rans_step_of_few(const RansRun *run, int64_t i, const FewSymbols *few, vu *state, int64_t *at) {
-    const __m512i node = _mm512_loadu_si512(few->node), one = _mm512_set1_epi16(1);
-    __m512i slot = _mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)state[0], (__m512i)(state[1] << 16));
-    slot = _mm512_and_si512(slot, _mm512_set1_epi16(RANS_SLOTS - 1));
-    /* Nodes 2, 1 and 3 are in the order of their slots, so the number of nodes that a slot reaches is the result of two bisection steps. */
-    __m512i n = _mm512_set1_epi16(4);
-    n = _mm512_mask_add_epi16(n, _mm512_cmpge_epu16_mask(slot, _mm512_set1_epi16((int16_t)few->node[2])), n, one);
-    n = _mm512_mask_add_epi16(n, _mm512_cmpge_epu16_mask(slot, _mm512_set1_epi16((int16_t)few->node[1])), n, one);
-    n = _mm512_mask_add_epi16(n, _mm512_cmpge_epu16_mask(slot, _mm512_set1_epi16((int16_t)few->node[3])), n, one);
-    UNROLLED for (int level = 2; level < 5; level++) {
-        __mmask32 right = _mm512_cmpge_epu16_mask(slot, _mm512_permutexvar_epi16(n, node));
-        n = _mm512_add_epi16(n, n);
-        n = _mm512_mask_add_epi16(n, right, n, one);
-    }
-    vu frequency = (vu)_mm512_permutexvar_epi16(n, _mm512_loadu_si512(few->frequency));
-    vu rest = (vu)_mm512_sub_epi16(slot, _mm512_permutexvar_epi16(n, _mm512_loadu_si512(few->first)));
-    state[0] = refilled(run, (frequency & 0xffff) * (state[0] >> RANS_BITS) + (rest & 0xffff), at);
-    state[1] = refilled(run, (frequency >> 16) * (state[1] >> RANS_BITS) + (rest >> 16), at);
-    vu symbols = (vu)_mm512_permutexvar_epi16(n, _mm512_loadu_si512(few->symbol));
-    _mm_storeu_si128((__m128i *)(run->symbols + i), _mm512_cvtepi32_epi8((__m512i)symbols));
-    _mm_storeu_si128((__m128i *)(run->symbols + i + 16), _mm512_cvtepi32_epi8((__m512i)(symbols >> 16)));
-}
-
 /* Decodes one symbol per lane, beginning with symbol `i`. */
-INLINE void rans_step(const RansRun *run, int64_t i, int kind, const FewSymbols *few, vu *state, int64_t *at) {
-    if (kind == BY_HALVING) {
-        rans_step_of_few(run, i, few, state, at);
-        return;
-    }
+INLINE void rans_step(const RansRun *run, int64_t i, int kind, vu *state, int64_t *at) {
     UNROLLED for (int part = 0; part < 2; part++) {
         vu x = state[part], slot = x & (RANS_SLOTS - 1), place = slot;
         if (kind == OF_SYMBOLS) place |= (vu)load_octets(run->tables + i + 16 * part) << RANS_BITS;
@@ -116,8 +62,7 @@ INLINE void rans_step(const RansRun *run, int64_t i, int kind, const FewSymbols 
 static const uint8_t rans_places[256][8] = {PLACES_64(0), PLACES_64(64), PLACES_64(128), PLACES_64(192)};
 
 /* Decodes symbols from `i`, one per lane. Loads 8 words even if fewer are needed: all are in the array, if not in the chunk. */
-INLINE void rans_step(const RansRun *run, int64_t i, int kind, const FewSymbols *few, vu *state, int64_t *at) {
-    (void)few;
+INLINE void rans_step(const RansRun *run, int64_t i, int kind, vu *state, int64_t *at) {
     const __m256i bytes = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
                                            0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
     UNROLLED for (int part = 0; part < 4; part++) {
@@ -149,7 +94,7 @@ INLINE void rans_step(const RansRun *run, int64_t i, int kind, const FewSymbols 
 #if LEVEL >= 3
 /* Decodes the whole steps that all `count` chunks have, from symbol `i` on, while words remain. Returns the first symbol that was not
    decoded. */
-INLINE int64_t rans_steps(RansRun *runs, int count, int kind, const FewSymbols *few, int64_t i) {
+INLINE int64_t rans_steps(RansRun *runs, int count, int kind, int64_t i) {
     vu state[MAX_CHUNKS][RANS_LANES / LANES];
     int64_t at[MAX_CHUNKS], length = INT64_MAX;
     for (int r = 0; r < count; r++) {
@@ -161,7 +106,7 @@ INLINE int64_t rans_steps(RansRun *runs, int count, int kind, const FewSymbols *
         int enough = 1;
         UNROLLED for (int r = 0; r < count; r++) enough &= at[r] + RANS_LANES <= runs[r].count;
         if (!enough) break;
-        UNROLLED for (int r = 0; r < count; r++) rans_step(&runs[r], i, kind, few, state[r], &at[r]);
+        UNROLLED for (int r = 0; r < count; r++) rans_step(&runs[r], i, kind, state[r], &at[r]);
     }
     for (int r = 0; r < count; r++) {
         memcpy(runs[r].states, state[r], sizeof state[r]);
@@ -172,12 +117,104 @@ INLINE int64_t rans_steps(RansRun *runs, int count, int kind, const FewSymbols *
 #endif
 
 #if LEVEL == 4
-/* The same of four chunks. */
-static int64_t rans_steps_of_four(RansRun *runs) {
+#ifndef __clang__
+/* With VBMI2, few symbols are looked up in registers. */
+#define WITH_VBMI2 __attribute__((target("avx512vbmi2")))
+
+/* A table of few symbols, as a binary tree. Node n contains the last slot before those of its right child 2n + 1. Slots up to it belong to
+   the left child 2n. Leaf FEW + i is the i-th symbol that has slots, with its first slot and its frequency. */
+enum { FEW = 64, FEW_BITS = 6 };
+typedef struct {
+    uint16_t node[FEW], first[FEW], frequency[FEW], symbol[FEW];
+} FewSymbols;
+
+/* Returns 0 if there are more symbols, or if a run of slots does not start where its slots state. */
+static int few_symbols(const uint32_t *slots, FewSymbols *few) {
+    uint32_t at = 0;
+    for (int i = 0; i < FEW; i++) {
+        few->first[i] = (uint16_t)at;
+        few->frequency[i] = few->symbol[i] = 0;
+        if (at >= RANS_SLOTS) continue;
+        if (slots[at] >> 20 != at) return 0;
+        few->frequency[i] = (uint16_t)((slots[at] >> 8 & (RANS_SLOTS - 1)) + 1);
+        few->symbol[i] = slots[at] & 255;
+        at += few->frequency[i];
+    }
+    few->node[0] = 0;
+    for (uint32_t width = FEW, n = 1; width > 1; width /= 2)
+        for (uint32_t middle = width / 2; middle < FEW; middle += width) few->node[n++] = few->first[middle] - 1;
+    return at == RANS_SLOTS;
+}
+
+/* The 32 states of a chunk, whose upper and lower halves are in separate vectors. */
+typedef struct {
+    __m512i high, low;
+} SplitStates;
+
+INLINE __m512i of_few(const uint16_t *table, __m512i index) {
+    return _mm512_permutex2var_epi16(_mm512_loadu_si512(table), index, _mm512_loadu_si512(table + 32));
+}
+
+/* Decodes one symbol per lane, from symbol `i` on. Six bisection steps take less time than two gathers. */
+WITH_VBMI2 INLINE void rans_step_of_few(const RansRun *run, int64_t i, const FewSymbols *few, SplitStates *state, int64_t *at) {
+    const __m512i node[2] = {_mm512_loadu_si512(few->node), _mm512_loadu_si512(few->node + 32)};
+    __m512i slot = _mm512_and_si512(state->low, _mm512_set1_epi16(RANS_SLOTS - 1)), n = _mm512_set1_epi16(1);
+    /* The sign of the difference tells if the slot belongs to the right child. */
+    n = _mm512_shldi_epi16(n, _mm512_sub_epi16(_mm512_set1_epi16((int16_t)few->node[1]), slot), 1);
+    UNROLLED for (int level = 1; level < FEW_BITS; level++)
+        n = _mm512_shldi_epi16(n, _mm512_sub_epi16(_mm512_permutexvar_epi16(n, node[level == FEW_BITS - 1]), slot), 1);
+    __m512i frequency = of_few(few->frequency, n), rest = _mm512_sub_epi16(slot, of_few(few->first, n));
+    /* The product of the frequency and the upper 20 bits of the state, in parts of 16 bits. */
+    __m512i middle = _mm512_shldi_epi16(state->high, state->low, 16 - RANS_BITS), top = _mm512_srli_epi16(state->high, RANS_BITS);
+    __m512i low = _mm512_add_epi16(_mm512_mullo_epi16(frequency, middle), rest);
+    __m512i high = _mm512_add_epi16(_mm512_mulhi_epu16(frequency, middle), _mm512_mullo_epi16(frequency, top));
+    high = _mm512_mask_sub_epi16(high, _mm512_cmplt_epu16_mask(low, rest), high, _mm512_set1_epi16(-1));
+    /* Lanes whose states are too small take one word each, in lane order. This loads 32 words even if fewer are needed. They are inside the
+       array, but may belong to another chunk. */
+    __mmask32 small = _mm512_testn_epi16_mask(high, high);
+    state->high = _mm512_mask_mov_epi16(high, small, low);
+    state->low = _mm512_mask_expand_epi16(low, small, _mm512_loadu_si512(run->words + *at));
+    *at += __builtin_popcount(small);
+    _mm256_storeu_si256((__m256i *)(run->symbols + i), _mm512_cvtepi16_epi8(of_few(few->symbol, n)));
+}
+
+/* Decodes the whole steps that MAX_CHUNKS chunks have, while words remain. Returns the first symbol that was not decoded. */
+WITH_VBMI2 static int64_t rans_steps_of_few(RansRun *runs, const FewSymbols *few) {
+    SplitStates state[MAX_CHUNKS];
+    int64_t at[MAX_CHUNKS], length = INT64_MAX, i = 0;
+    for (int r = 0; r < MAX_CHUNKS; r++) {
+        __m512i first = _mm512_loadu_si512(runs[r].states), second = _mm512_loadu_si512(runs[r].states + 16);
+        state[r].low = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(first)), _mm512_cvtepi32_epi16(second), 1);
+        first = _mm512_srli_epi32(first, 16), second = _mm512_srli_epi32(second, 16);
+        state[r].high = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(first)), _mm512_cvtepi32_epi16(second), 1);
+        at[r] = runs[r].at;
+        length = runs[r].length < length ? runs[r].length : length;
+    }
+    for (; i + RANS_LANES <= length; i += RANS_LANES) {
+        int enough = 1;
+        UNROLLED for (int r = 0; r < MAX_CHUNKS; r++) enough &= at[r] + RANS_LANES <= runs[r].count;
+        if (!enough) break;
+        UNROLLED for (int r = 0; r < MAX_CHUNKS; r++) rans_step_of_few(&runs[r], i, few, &state[r], &at[r]);
+    }
+    for (int r = 0; r < MAX_CHUNKS; r++) {
+        uint16_t high[RANS_LANES], low[RANS_LANES];
+        _mm512_storeu_si512(high, state[r].high), _mm512_storeu_si512(low, state[r].low);
+        ROLLED for (int lane = 0; lane < RANS_LANES; lane++) runs[r].states[lane] = (uint32_t)high[lane] << 16 | low[lane];
+        runs[r].at = at[r];
+    }
+    return i;
+}
+#endif
+
+/* Decodes steps of MAX_CHUNKS chunks as rans_steps does. */
+static int64_t rans_steps_of_all(RansRun *runs) {
+#ifndef __clang__
     FewSymbols few;
-    for (int r = 1; r < 4; r++)
-        if (runs[r].slots != runs[0].slots) return rans_steps(runs, 4, ONE_TABLE, NULL, 0);
-    return few_symbols(runs[0].slots, &few) ? rans_steps(runs, 4, BY_HALVING, &few, 0) : rans_steps(runs, 4, ONE_TABLE, NULL, 0);
+    int same = __builtin_cpu_supports("avx512vbmi2");
+    for (int r = 1; r < MAX_CHUNKS; r++) same &= runs[r].slots == runs[0].slots;
+    if (same && few_symbols(runs[0].slots, &few)) return rans_steps_of_few(runs, &few);
+#endif
+    return rans_steps(runs, MAX_CHUNKS, ONE_TABLE, 0);
 }
 #endif
 
@@ -189,21 +226,21 @@ static void rans_decode(RansRun *runs, int count) {
         int together = 1;
 #if LEVEL >= 3
         if (runs->tables) {
-            i = rans_steps(runs, 1, OF_SYMBOLS, NULL, i);
+            i = rans_steps(runs, 1, OF_SYMBOLS, i);
 #if LEVEL == 4
-        } else if (count >= 4) {
-            together = 4;
-            i = rans_steps_of_four(runs);
+        } else if (count >= MAX_CHUNKS) {
+            together = MAX_CHUNKS;
+            i = rans_steps_of_all(runs);
 #endif
         } else if (count >= 2) {
             together = 2;
-            i = rans_steps(runs, 2, ONE_TABLE, NULL, i);
+            i = rans_steps(runs, 2, ONE_TABLE, i);
         }
 #endif
         for (RansRun *run = runs; run < runs + together; run++) {
             int64_t left = i;
 #if LEVEL >= 3
-            if (!run->tables) left = rans_steps(run, 1, ONE_TABLE, NULL, left);
+            if (!run->tables) left = rans_steps(run, 1, ONE_TABLE, left);
 #endif
             for (; left < run->length; left++) rans_symbol(run, left);
         }

@@ -24,7 +24,7 @@ TABLES = "of chunks", "of all chunks", "of symbols"
 
 
 @given(
-    st.integers(1, 10), st.integers(0, 1200), st.sampled_from((1, 2, 31, 32, 33, 256)), st.booleans(), st.sampled_from(TABLES),
+    st.integers(1, 10), st.integers(0, 1200), st.sampled_from((1, 2, 33, 63, 64, 65, 256)), st.booleans(), st.sampled_from(TABLES),
     st.integers(0, 9999),
 )  # fmt: skip
 @settings(max_examples=40)

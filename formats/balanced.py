@@ -95,11 +95,11 @@ class FrameMap(ValueMap):
 
     @property
     def basis_location(self) -> str:
-        """Description, for messages, of the part of the basis that the codec needs."""
+        """Name, for messages, of the part of the basis that the codec needs."""
         return f"{self.frame} frames of the keys of layer {self.layer} of the basis {self.basis.hex()}"
 
     def source_for(self, heads: int) -> BalancedFrames:
-        """Return the frames for ``heads`` heads. Raises MissingBasis without a basis, or InvalidParameter for a wrong number of heads."""
+        """Return the frames for ``heads`` heads. Raises MissingBasis if there is none, or InvalidParameter for a wrong number of heads."""
         if self.source is None:
             raise missing_basis_error(self.basis_location)
         try:

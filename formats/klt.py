@@ -172,7 +172,7 @@ class Klt(CodecFamily):
 
     @property
     def basis_location(self) -> str:
-        """Description, for messages, of the part of the basis that the codec needs."""
+        """Name, for messages, of the part of the basis that the codec needs."""
         return f"{'keys' if self.side == 'k' else 'values'} of layer {self.layer} of the basis {self.basis.hex()}"
 
     @property
@@ -195,7 +195,7 @@ class Klt(CodecFamily):
     def basis_rows(self, streams: Mapping[str, torch.Tensor]) -> BasisRows:
         """Return the basis rows for ``streams``, on the device of the streams.
 
-        Raises MissingBasis without a basis, and InvalidParameter if the number of heads is wrong.
+        Raises MissingBasis if there is no basis, and InvalidParameter if the number of heads is wrong.
         """
         if "rows" in streams:
             return BasisRows(streams["rows"][:, :, 0])
@@ -205,8 +205,8 @@ class Klt(CodecFamily):
     def with_basis_rows(self, streams: Mapping[str, torch.Tensor]) -> Klt:
         """Return an equivalent codec whose ``source`` contains the basis rows.
 
-        If the rows are stored in ``streams``, ``basis`` becomes their digest. Raises MissingBasis without a basis, and InvalidParameter if
-        the number of heads is wrong.
+        If the rows are stored in ``streams``, ``basis`` becomes their digest. Raises MissingBasis if there is no basis, and
+        InvalidParameter if the number of heads is wrong.
         """
         parts = self.basis_rows(streams)
         if "rows" not in streams:
@@ -218,7 +218,7 @@ class Klt(CodecFamily):
     def source_for(self, heads: int) -> BasisRows:
         """Return the basis rows for ``heads`` heads.
 
-        Raises MissingBasis without a basis, and InvalidParameter for a different number of heads.
+        Raises MissingBasis if there is no basis, and InvalidParameter for a different number of heads.
         """
         if self.source is None:
             raise missing_basis_error(self.basis_location)

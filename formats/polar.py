@@ -113,7 +113,7 @@ class Polar(CodecFamily):
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """Levels of the tree, starting with the pairs of channels."""
+        """Levels of the tree, starting with the level of channel pairs."""
         return _parse_levels(self.dim, self.bits)
 
     @property

@@ -124,7 +124,7 @@ class Transform(CodecFamily):
 
     @property
     def basis_location(self) -> str:
-        """Description, for messages, of the part of the basis that the codec needs."""
+        """Name, for messages, of the part of the basis that the codec needs."""
         return f"{'keys' if self.side == 'k' else 'values'} of layer {self.layer} of the basis {self.basis.hex()}"
 
     def scale_layouts(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
@@ -150,7 +150,7 @@ class Transform(CodecFamily):
         return {"words": (pairs[..., 0] + (pairs[..., 1] << 16)).sum(1).T}
 
     def source_for(self, heads: int) -> Frames:
-        """Return the frames for ``heads`` heads. Raises MissingBasis without a basis, or InvalidParameter for a wrong number of heads."""
+        """Return the frames for ``heads`` heads. Raises MissingBasis if there is none, or InvalidParameter for a wrong number of heads."""
         if self.source is None:
             raise missing_basis_error(self.basis_location)
         try:

@@ -43,8 +43,8 @@ def decode_into(codec: Transform, packed: Sequence[PackedPart], out: torch.Tenso
     """Decode ``packed`` into ``out`` ``[batch, kv_head, token, dim]`` with contiguous channels. Streams may have arbitrary strides.
 
     ``rotated`` is ignored, because the codec has no rotation. Invalid words decode to arbitrary values. Returns False if ``pages`` is
-    given, or if the frequencies of a table have a wrong sum. Raises MissingBasis without a basis, and InvalidParameter if a stream does not
-    match ``codec.layout`` or the basis has a different number of heads.
+    given, or if the frequencies of a table have a wrong sum. Raises MissingBasis if there is no basis, and InvalidParameter if a stream
+    does not match ``codec.layout`` or the basis has a different number of heads.
     """
     if pages is not None:
         return False

@@ -215,7 +215,7 @@ class Recipe:
 
     @cached_property
     def window(self) -> int:
-        """Number of tokens that are encoded together; they stay raw until there are this many. 0 encodes tokens once they fill the codec's
+        """Number of tokens that are encoded together. Fewer new tokens stay raw. With 0, tokens are encoded once they fill the codec's
         token group.
         """
         windows = [clause for clause, _ in self._clauses() if clause.startswith(_WINDOW)]
@@ -286,7 +286,7 @@ class Recipe:
             raise InvalidParameter(f"{error}{_presets_for(dim, dtype)}") from None
 
     def _get_basis(self, rule: Rule, layers: int) -> Basis:
-        """Return the basis that ``rule`` requires. Raises MissingBasis without a basis, and InvalidParameter if it is for a different
+        """Return the basis that ``rule`` requires. Raises MissingBasis if there is no basis, and InvalidParameter if it is for a different
         number of layers.
         """
         if self.basis is None:

@@ -434,7 +434,7 @@ def differing_ids_clause(start: int, stop: int) -> str:
 
 
 def _common_ids(rows: Sequence[bytes], first: int) -> tuple[bytes, tuple[bytes, ...], list[tuple[str, int]]]:
-    """Return the ids with which all ``rows`` begin, as far as they agree. The first id is at position ``first``.
+    """Return the ids that all ``rows`` share at the beginning. The first id is at position ``first``.
 
     Also returns all rows, and a clause that says where they differ, with its position. Both are empty if all rows are equal.
     """

@@ -60,7 +60,7 @@ class ChunkFields:
         """Parse the value of ``FEATURE`` in the header of the entry ``where``. Raises InvalidHeader if it is malformed."""
         ids = _DIGEST_END + 1 + (feature[_DIGEST_END] if len(feature) > _DIGEST_END else MAX_INPUT_BYTES)
         if not ids <= len(feature) or ids > _DIGEST_END + 1 + MAX_INPUT_BYTES or (len(feature) - ids) % ID_BYTES:
-            raise InvalidHeader(f"{where}: the {len(feature)} bytes of the feature {FEATURE!r} are not keys, digests and whole token ids")
+            raise InvalidHeader(f"{where}: the {len(feature)} bytes of feature {FEATURE!r} are not keys, digests and whole token ids")
         key, parent = feature[:KEY_BYTES], feature[KEY_BYTES : 2 * KEY_BYTES]
         return cls(key, parent, feature[2 * KEY_BYTES : _DIGEST_END], feature[_DIGEST_END + 1 : ids], feature[ids:])
 
@@ -204,8 +204,8 @@ class EntryReader:
                 f"{len(layers)} layers, layer {at}: {layers[at] if at < len(layers) else 'none'}" for layers in (shape, self.shape)
             ]
             raise InvalidHeader(
-                f"{file.where} has other heads, head dims or dtypes than the model's cache: {descriptions[0]}, expected {descriptions[1]}: "
-                "give each model and dtype an identity of its own"
+                f"{file.where} and the model's cache have different heads, head dims or dtypes: {descriptions[0]}, expected "
+                f"{descriptions[1]}: use a separate identity for each model and dtype"
             )
 
     def _check_key(self, fields: ChunkFields, key: bytes, where: str) -> None:

@@ -253,7 +253,7 @@ class PageStore:
         remaining = sum(self._backend.contains_many(names))
         if remaining:
             raise WriteFailed(
-                f"{redacted_location(self.location)}: {remaining} of {len(names)} pages could not be removed: the store counted "
+                f"{redacted_location(self.location)}: {remaining} of {len(names)} pages could not be removed. Faults of this store so far: "
                 f"{self.counters()['faults']}"
             )
         return removed

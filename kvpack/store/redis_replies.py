@@ -85,7 +85,7 @@ def check_two_integers(reply: Any) -> list[int]:
 
 
 def check_sum_progress(reply: Any) -> int:
-    """Return the reply, which must be 0, 1 or -1."""
+    """Return the reply of the script that sums sizes: 1 if the sum is complete, 0 if more remain, or -1 if the sizes are unsound."""
     if type(reply) is not int or not -1 <= reply <= 1:
         raise _unexpected_reply(reply, "0, 1 or -1")
     return reply

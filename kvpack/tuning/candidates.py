@@ -128,7 +128,7 @@ def pack_candidates(
 
     Sizes are computed for files of ``length``. Candidates with klt or transform use ``basis``.
 
-    Raises MissingBasis without a basis, and InvalidParameter if a tensor cannot use any of the candidates.
+    Raises MissingBasis if there is no basis, and InvalidParameter if a tensor cannot use any of the candidates.
     """
     packed: dict[TensorKey, dict[str, Side]] = {}
     left_out: dict[TensorKey, dict[str, str]] = {}

@@ -73,7 +73,7 @@ MAX_GROUP_TOKENS = 128
 
 @dataclass(frozen=True)
 class TuningSettings:
-    """Sizes of a search. None selects the default, or the limit of the model and the text if that is smaller.
+    """Settings of a search. None selects the default, or the limit of the model and the text if that is smaller.
 
     ``tokens`` is the size of a window. Its last ``scored_tokens`` tokens are scored. The search uses ``windows`` windows, and the report
     uses another ``held_out_windows``. Codecs that encode tokens in groups keep incomplete groups raw, which increases the size. Multiples

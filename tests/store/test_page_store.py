@@ -151,7 +151,7 @@ def test_clearing_reports_the_remaining_pages(tmp_path: Path, monkeypatch: pytes
     with PageStore(tmp_path, IDENTITY, GEOMETRY) as store:
         store.put(KEYS, given, range(4))
         monkeypatch.setattr("kvpack.store.folder.os.unlink", lambda *_, **__: (_ for _ in ()).throw(OSError(30, "read-only")))
-        with pytest.raises(WriteFailed, match=r"4 of 4 pages could not be removed: the store counted \{"):
+        with pytest.raises(WriteFailed, match=r"4 of 4 pages could not be removed\. Faults of this store so far: \{"):
             store.clear()
 
 

@@ -139,7 +139,7 @@ def export_slot(
         problem = f"the cache begins at position {cache.start}, but a sequence of llama.cpp must begin at position 0"
         raise InvalidParameter(f"{problem}: export a cache that begins at position 0")
     if streams > 1 and sequence >= streams:
-        raise InvalidParameter(f"sequence {sequence} has no stream of its own among {streams}: pass more streams, or 1")
+        raise InvalidParameter(f"sequence {sequence} is out of range for {streams} streams: pass more streams, or 1")
     sides: list[tuple[list[_Stored], list[_Stored]]] = [([], []) for _ in range(1 + bool(windows))]
     held: list[int | None] = [tokens, None]
     latents = cache[0].v is None

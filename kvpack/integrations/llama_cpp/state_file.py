@@ -248,8 +248,8 @@ def _read_cells(reader: Reader, kind: str, latents: bool, streams: int, count: i
     transposed, layers = reader.read_numbers("II", f"the counts of its {kind} layers")
     if transposed > 1 or layers > MAX_LAYERS:
         raise InvalidParameter(
-            f"{reader.where} has {layers} {kind} layers and a transposed flag of {transposed}, expected at most {MAX_LAYERS} and 0 or 1: "
-            f"{_OTHER_CELLS}"
+            f"{reader.where} has {layers} {kind} layers and a transposed flag of {transposed}, expected at most {MAX_LAYERS} layers and "
+            f"a flag of 0 or 1: {_OTHER_CELLS}"
         )
     keys = tuple(_read_block(reader, f"the keys of {kind} layer {number}", count, False) for number in range(layers))
     if layers and not reader.remaining and not latents:

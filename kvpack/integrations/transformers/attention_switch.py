@@ -57,6 +57,6 @@ class AttentionSwitch(ModelChange):
 
 
 def _configs(model: Any) -> dict[str, Any]:
-    """Return the configurations of a model and of its submodels by name. The model's own has an empty name."""
+    """Return the configurations of a model and its submodels by submodel name. The model's own has an empty name."""
     parts = {name: getattr(model.config, name) for name in model.config.sub_configs if getattr(model.config, name, None) is not None}
     return {"": model.config, **parts}

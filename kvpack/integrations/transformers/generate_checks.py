@@ -55,7 +55,7 @@ class GenerateChecks:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Return a context manager for a change of the cache. Raises InvalidParameter if another thread generates into it."""
+        """Return a context manager in which the cache may change. Raises InvalidParameter while another thread generates into it."""
         with self.lock.hold():
             self._check_thread()
             yield

@@ -266,7 +266,7 @@ def current_weights_digest(model: Any) -> str:
 
 
 def check_identity(cache: Cache, model: Any) -> NamedModel:
-    """Raise InvalidParameter if the cache identifies a model, and ``model`` is another one or cannot be identified.
+    """Raise InvalidParameter if the cache identifies a model, and ``model`` is a different one or cannot be identified.
 
     The message states the difference. If digests of both weights are known, they are compared instead of the names, because the same model
     may be in another folder. Issues a KvpackWarning if weights cannot be read. Returns

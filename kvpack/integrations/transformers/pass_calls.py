@@ -124,7 +124,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return self._hooks is not None and not self._hooks.change.recordings and self.passes.is_running(model)
 
     def hooked_module(self, module_index: int) -> torch.nn.Module | None:
-        """Return the module with hooks that has this index, or None if the module no longer exists."""
+        """Return the hooked module with this index, or None if it no longer exists."""
         return None if self._hooks is None else self._hooks.change.inside[module_index]()
 
     def decode(self, layer: int, queries: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -16,6 +16,7 @@ from kvpack.bench import serve, serve_cpu, serve_tables
 from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.models import import_transformers
+from support.hub_cache import go_offline
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="shapes for GPUs are too large for the CPU")
 
@@ -176,6 +177,7 @@ def test_every_shape_except_hybrids_has_layers_that_can_be_drawn() -> None:
     assert kept[:7] == [1023] * 5 + [4096, 1023]
 
 
-def test_unknown_shape_is_refused() -> None:
+def test_unknown_shape_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_offline(tmp_path, monkeypatch)
     with pytest.raises(InvalidParameter, match=r"shape is 'large', expected one of llama-3-8b, .*, or the path of a config\.json"):
         serve.run("large", None, None, None, None, None, None)

@@ -11,6 +11,7 @@ import torch
 from benchmarks import resume
 from benchmarks.__main__ import main
 from kvpack.formats.errors import InvalidParameter
+from support.hub_cache import go_offline
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,6 +69,9 @@ def test_the_table_shows_speeds_and_errors(monkeypatch: pytest.MonkeyPatch, caps
         ({"shapes": ["large"]}, "shape is 'large', expected one of llama-3-8b"),
     ],
 )
-def test_useless_settings_are_refused(given: dict[str, object], message: str) -> None:
+def test_useless_settings_are_refused(
+    given: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_offline(tmp_path, monkeypatch)
     with pytest.raises(InvalidParameter, match=message):
         resume.run(**given)  # type: ignore[arg-type]

@@ -68,7 +68,7 @@ def test_every_command_accepts_a_recipe_file(folder: Path, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out)["recipe"] == f"{CLAUSES};tail=32"
     assert cli.main(["bench", "io", "--synthetic", "4x1x1x32x64", "--recipe", "@tuned.txt", "--repeats", "1", "--json"]) == 0
     assert "tuned.txt" in capsys.readouterr().out
-    sizes = ["--tokens", "32", "--score", "8", "--windows", "1", "--needles", "0"]
+    sizes = ["--tokens", "32", "--score", "8", "--windows", "1", "--needles", "0", "--generate", "0"]
     assert cli.main(["bench", "quality", "--model", "demo", *sizes, "--recipe", "@tuned.txt", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["recipes"][0]["recipe"] == "@tuned.txt"
     (folder / "bad.txt").write_text("k=raw")

@@ -164,7 +164,7 @@ def _add_presets(kinds: Any) -> None:
     presets.add_argument("--text", required=True, metavar="FILE", help="a text that was not used to calibrate the basis")
     presets.add_argument("--out", required=True, metavar="DIR", help="results of each window; rows with results are not measured again")
     presets.add_argument("--basis", metavar="FILE", help="the model's basis (kvpack calibrate --balanced-only)")
-    presets.add_argument("--windows", type=int, default=8, metavar="N", help="windows, spread evenly over the text (default: 8)")
+    presets.add_argument("--windows", type=int, default=8, metavar="N", help="number of windows of the text (default: 8)")
     presets.add_argument("--tokens", type=int, default=3840, metavar="N", help="tokens packed in each window (default: 3840)")
     presets.add_argument("--processes", type=int, default=1, metavar="N", help="windows measured at once (default: 1)")
     presets.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu (float32) or cuda (bfloat16) (default: cpu)")

@@ -22,11 +22,10 @@ import torch
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
 from kvpack.coding.recorded_presets import RECORDED
-from kvpack.evaluation.models import get_vocabulary_size, read_text, window_ids
+from kvpack.evaluation.models import LONGER_TEXT, check_size, get_vocabulary_size, ids_per_window, read_text, window_ids, window_starts
 from kvpack.evaluation.twins import make_twin, offset_keys
 from kvpack.evaluation.windows import evaluate_uncompressed, measure
 from kvpack.file.atomic import write_file
-from kvpack.formats.errors import InvalidParameter
 from kvpack.models import load_model, model_folder
 from kvpack.output import print_table
 
@@ -87,8 +86,7 @@ ROWS = (
 class Settings:
     """The model's folder (None for the demo's model), the text file, the basis, and the folder for results.
 
-    ``windows`` is the number of windows, which are spread evenly over the text. ``twin`` and ``offset`` are those of ``kvpack bench
-    quality``. With them, no basis is used.
+    ``windows``, ``twin`` and ``offset`` are those of ``kvpack bench quality``. With a twin or an offset, no basis is used.
     """
 
     model: str | None
@@ -105,7 +103,7 @@ class Settings:
 def run(settings: Settings, processes: int = 1, rows: Sequence[Row] = ROWS, progress: Progress | None = None) -> dict[str, Any]:
     """Measure the rows of windows for which ``settings.out`` has no results yet, and return a summary of all windows.
 
-    ``processes`` processes share the work. Raises InvalidParameter if the text is too short for one window.
+    ``processes`` processes share the work. Raises InvalidParameter if the text is too short for the windows.
     """
     rows = [row for row in rows if not row.by_basis or (settings.basis is not None and settings.offset is None and settings.twin is None)]
     os.makedirs(settings.out, exist_ok=True)
@@ -154,15 +152,15 @@ def _measure(settings: Settings, rows: Sequence[Row], number: int, threads: int)
         text = read_text(settings.text, folder, get_vocabulary_size(model))
     if settings.device == "cuda":
         model = model.to("cuda", torch.bfloat16)
-    size = settings.tokens + SCORE + 1 - len(text.start)
-    if size > len(text.ids):
-        raise InvalidParameter(f"{settings.text}: has {len(text.ids)} tokens, but a window has {size}")
+    size = ids_per_window(settings.tokens + SCORE, text)
+    reason = f"(the number of {settings.tokens + SCORE}-token windows in {text.name}): {LONGER_TEXT}"
+    check_size("--windows", settings.windows, 1, len(text.ids) // size, reason)
     sample = window_ids(text, 0, _SAMPLE).to(model.device)
     if settings.twin is not None:
         make_twin(model, settings.twin, sample, 0)
     if settings.offset is not None:
         offset_keys(model, settings.offset, sample, 0)
-    start = round(number * (len(text.ids) - size) / max(1, settings.windows - 1))
+    start = window_starts(len(text.ids), size, settings.windows, 0)[number]
     exact = evaluate_uncompressed(model, window_ids(text, start, size).to(model.device), SCORE)
     found = _found(settings, number)
     with tempfile.TemporaryDirectory(prefix="kvpack-bench-") as name:

@@ -9,7 +9,7 @@ from typing import Any
 from kvpack.output import add_json
 
 from .chats import add_compact, add_device, load_chat_model
-from .convert import RECIPE_HELP, add_writing, parse_recipe_option, report_saved
+from .convert import RECIPE_HELP, add_write_options, parse_recipe_option, report_saved
 from .outputs import check_output
 
 MAX_PROMPT_BYTES = 2**26
@@ -38,7 +38,7 @@ def add_command(commands: Any) -> None:
     )
     add_compact(parser)
     add_device(parser)
-    add_writing(parser, compresses="with --compact")
+    add_write_options(parser, compresses="with --compact")
     add_json(parser)
     parser.hints["--prompt"] = "kvpack cache reads its text from a file or standard input: pass --prompt-file FILE, or --prompt-file -"
     parser.set_defaults(run=run)

@@ -26,13 +26,13 @@ def add_command(commands: Any) -> None:
     recipe = parser.add_mutually_exclusive_group(required=True)
     recipe.add_argument("recipe", metavar="RECIPE", nargs="?", help=RECIPE_HELP)
     recipe.add_argument("--recipe", dest="named", metavar="RECIPE", help="another way to pass RECIPE, as in other commands")
-    add_basis(parser)
-    add_writing(parser, compresses="if the input file is compressed")
+    add_basis_option(parser)
+    add_write_options(parser, compresses="if the input file is compressed")
     add_json(parser)
     parser.set_defaults(run=run)
 
 
-def add_writing(parser: argparse.ArgumentParser, *, compresses: str = "no") -> None:
+def add_write_options(parser: argparse.ArgumentParser, *, compresses: str = "no") -> None:
     """Add the options of all commands that write kvpack files. ``compresses`` is the default of ``--compress``, for its help."""
     parser.add_argument(
         "--compress",
@@ -43,7 +43,7 @@ def add_writing(parser: argparse.ArgumentParser, *, compresses: str = "no") -> N
     add_force(parser)
 
 
-def add_basis(parser: argparse.ArgumentParser) -> None:
+def add_basis_option(parser: argparse.ArgumentParser) -> None:
     """Add the option ``--basis``, for files and recipes with the codecs klt and transform."""
     parser.add_argument(
         "--basis",

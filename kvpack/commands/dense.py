@@ -25,7 +25,7 @@ from kvpack.file.metadata import Value, to_bytes
 from kvpack.formats.errors import InvalidParameter, KvpackError
 from kvpack.output import add_json, print_report, progress
 
-from .convert import RECIPE_HELP, add_basis, add_writing, parse_recipe_option, save
+from .convert import RECIPE_HELP, add_basis_option, add_write_options, parse_recipe_option, save
 from .outputs import add_force, check_output
 
 if TYPE_CHECKING:
@@ -53,15 +53,15 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--dtype", choices=list(DTYPES), help="dtype of the tensors (default: their stored dtype, or bf16 if packed)")
     add_force(parser)
     add_json(parser)
-    add_basis(parser)
+    add_basis_option(parser)
     parser.set_defaults(run=unpack)
     parser = commands.add_parser("pack", help="encode a safetensors file", description="Encode the dense K and V of a safetensors file.")
     parser.add_argument("input", metavar="IN.safetensors", help="tensors {layer}.k and {layer}.v, [batch, kv_head, token, dim]")
     parser.add_argument("output", metavar="OUT", help="the kvpack file to write")
     parser.add_argument("--recipe", required=True, help=RECIPE_HELP)
-    add_writing(parser)
+    add_write_options(parser)
     add_json(parser)
-    add_basis(parser)
+    add_basis_option(parser)
     parser.set_defaults(run=pack)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from kvpack.formats.errors import InvalidParameter
 from kvpack.output import add_json, print_report, progress
 
-from .convert import RECIPE_HELP, add_basis, add_writing, parse_recipe_option, save
+from .convert import RECIPE_HELP, add_basis_option, add_write_options, parse_recipe_option, save
 from .dense import DTYPES
 from .outputs import add_force, check_output
 
@@ -26,11 +26,11 @@ def add_command(commands: Any) -> None:
     parser.add_argument("input", metavar="IN", help="the prompt cache or slot")
     parser.add_argument("output", metavar="OUT", help="the kvpack file to write")
     parser.add_argument("--recipe", default="raw", help=f"{RECIPE_HELP} (default: raw, which keeps every bit)")
-    add_basis(parser)
+    add_basis_option(parser)
     parser.add_argument("--kv-heads", metavar="N[,N...]", help="slots only: the number of KV heads, one for all layers or one per layer")
     _add_window_option(parser, "of slots: ")
     parser.add_argument("--latents", action="store_true", help="slots only: the model has multi-head latent attention (MLA)")
-    add_writing(parser)
+    add_write_options(parser)
     add_json(parser)
     parser.set_defaults(run=import_)
     parser = commands.add_parser(
@@ -43,7 +43,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--to", choices=["mlx-lm", "llama.cpp"], default="mlx-lm", help="the program that will read the file (default: mlx-lm)"
     )
-    add_basis(parser)
+    add_basis_option(parser)
     parser.add_argument("--dtype", choices=list(DTYPES), help="round values to this dtype (default: their stored dtype)")
     _add_window_option(parser, "")
     parser.add_argument(

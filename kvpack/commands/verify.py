@@ -10,7 +10,7 @@ from typing import Any
 from kvpack.errors import KvpackError, worst_exit_code
 from kvpack.output import add_json, format_count, print_json, printable_lines, progress
 
-from .convert import add_basis
+from .convert import add_basis_option
 
 
 def add_command(commands: Any) -> None:
@@ -22,7 +22,7 @@ def add_command(commands: Any) -> None:
         help="also remove unfinished files of killed writers from the folders of the files; FILE may then be a folder, which is only "
         "cleaned",
     )
-    add_basis(parser)
+    add_basis_option(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 

@@ -81,7 +81,7 @@ def encode_lane(
             left_out += count_left_out(wanted, result.chosen, lost)
             streams = result.streams
         with writable(rows):
-            for name, place in _streams(lane, rows[first : first + len(some)]).items():
+            for name, place in _stream_views(lane, rows[first : first + len(some)]).items():
                 place.copy_((encoded | streams)[name].view(place.shape))
 
 
@@ -122,7 +122,7 @@ def suspect_pages(
     if errors is not None:
         masks.append(large_size_mask(errors.clamp_min(codec.summary.min_error), codec.summary.direction_spread))
     if lane.may_lose_precision:
-        streams = {name: place.flatten(0, 1) for name, place in _streams(lane, rows).items()}
+        streams = {name: place.flatten(0, 1) for name, place in _stream_views(lane, rows).items()}
         if spread := codec.summary.error_spread:
             sizes = codec.without_sidecars.error_sizes(streams)
             masks.append(large_size_mask(sizes, spread) & large_size_mask(sizes / norms(), 1.0))
@@ -142,7 +142,7 @@ def count_losses(lane: Lane, layers: LayerTensors, keys: LayerTensors, slots: Se
     result = torch.zeros(2, dtype=torch.int64, device=rows.device)
     for first, some in _slot_batches(lane, slots, torch.float32):
         x, key_norms, fit_errors = _gather_and_measure(lane, layers, keys, some, rows.device)
-        streams = {name: place.flatten(0, 1) for name, place in _streams(lane, rows[first : first + len(some)]).items()}
+        streams = {name: place.flatten(0, 1) for name, place in _stream_views(lane, rows[first : first + len(some)]).items()}
         sizes = (
             TokenSizes(errors=relative_errors(lane.plain_codec, streams, x)) if lane.plain_codec.summary.direction_spread else UNMEASURED
         )
@@ -241,7 +241,7 @@ def decode_lane(lane: Lane, rows: torch.Tensor, layers: LayerTensors, slots: Seq
 
     geometry, dtype = lane.geometry, layers.first.dtype
     for first, chosen in _slot_batches(lane, slots, geometry.computed_dtype):
-        places = _streams(lane, rows[first : first + len(chosen)])
+        places = _stream_views(lane, rows[first : first + len(chosen)])
         streams = {name: place.flatten(0, 1) for name, place in places.items()}
         raw = {name: streams.pop(name)[:, 0] for name in geometry.slots(lane.codec)}
         batch = len(chosen) * lane.count
@@ -278,7 +278,7 @@ def _allocate_pages(lane: Lane, count: int, dtype: torch.dtype, device: torch.de
     return values[:, : math.prod(shape)].view(-1, *shape)
 
 
-def _streams(lane: Lane, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+def _stream_views(lane: Lane, rows: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return views of the lane's streams in ``rows`` by name, each ``[page, layer, kv_head, ...]``."""
     result = {}
     for name, layout in lane.layouts.items():

@@ -114,7 +114,7 @@ class BoundLane:
         used = {number: torch.from_numpy(tokens[tokens >= 0]) for number, tokens in enumerate(chosen) if len(tokens) and tokens[0] >= 0}
         # Replace a raw token only if it shares scales with others.
         rest = (
-            {number: self._without_raw(slot, number, tokens) for number, tokens in used.items()}
+            {number: self._replace_raw_tokens(slot, number, tokens) for number, tokens in used.items()}
             if self._lane.plain_codec.group_tokens > 1
             else {}
         )
@@ -124,7 +124,7 @@ class BoundLane:
             more = self._with_poorly_fitting(used, fit_errors)
             if changed := {number for number, tokens in more.items() if len(tokens) > len(used.get(number, ()))}:
                 used = more
-                rest |= {number: self._without_raw(slot, number, used[number]) for number in changed}
+                rest |= {number: self._replace_raw_tokens(slot, number, used[number]) for number in changed}
                 sizes = self._encode(slot, row, threads, rest)
             kept = self._mask(used)
             if self._lane.halved_codec is not None and ((fit_errors[0] > 1) & ~kept).any():
@@ -234,11 +234,8 @@ class BoundLane:
                 result[number] = torch.cat([own, worst]).sort().values
         return result
 
-    def _without_raw(self, slot: int, layer_index: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Return layer ``layer_index`` of the page in ``slot``, ``[1, kv_head, token, dim]``.
-
-        Its raw ``tokens`` are replaced (``replace_tokens``).
-        """
+    def _replace_raw_tokens(self, slot: int, layer_index: int, tokens: torch.Tensor) -> torch.Tensor:
+        """Return a layer of the page in ``slot`` with its raw ``tokens`` replaced (``replace_tokens``), ``[1, kv_head, token, dim]``."""
         x = self._tensors[layer_index][slot].to(self._lane.geometry.computed_dtype)[None]
         chosen = torch.zeros(1, x.shape[2], dtype=torch.bool, device=x.device)
         chosen[0, tokens] = True

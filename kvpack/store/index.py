@@ -81,7 +81,7 @@ class Index:
                 os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             with self._guard(), self._transaction(new=True) as connection:
                 if connection is not None and not connection.execute("PRAGMA user_version").fetchone()[0]:
-                    tables.create(connection, _boot_id_number())
+                    tables.create_tables(connection, _boot_id_number())
         self.refresh()
 
     @property

@@ -37,8 +37,8 @@ class FolderListing(NamedTuple):
     entries: dict[int, tuple[bytes, int, int]]
 
 
-def create(connection: sqlite3.Connection, run: int) -> None:
-    """Create empty tables. ``run`` is the id of the machine's boot."""
+def create_tables(connection: sqlite3.Connection, run: int) -> None:
+    """Create empty tables in the database. ``run`` is the id of the machine's boot."""
     for statement in filter(str.strip, _SCHEMA.split(";")):
         connection.execute(statement)
     connection.executemany("INSERT INTO folders VALUES (?, 0, 0, 0, 0, 0)", ((folder,) for folder in range(256)))

@@ -110,7 +110,7 @@ def make_put_results_check(front_bytes: int) -> Callable[[Any], list[Any]]:
     A reply is -1, or contains the number and size of the evicted entries, a message, and a result for each entry.
     """
 
-    def result(item: Any) -> Any:
+    def check_result(item: Any) -> Any:
         if type(item) is list:
             _check_list(item, "a front and a size", 2)
             return make_bytes_check(front_bytes)(item[0]), check_integer(item[1])
@@ -120,7 +120,7 @@ def make_put_results_check(front_bytes: int) -> Callable[[Any], list[Any]]:
         if reply == [-1] and type(reply[0]) is int:
             return [-1]
         found = _check_list(reply, "two integers, a message and a list of results", 4)
-        results = [result(item) for item in _check_list(found[3], "a list of results")]
+        results = [check_result(item) for item in _check_list(found[3], "a list of results")]
         return [check_integer(found[0]), check_integer(found[1]), make_bytes_check(_MESSAGE_BYTES)(found[2]), results]
 
     return check

@@ -20,7 +20,7 @@ from .encryption import Cipher, decrypt_entry
 from .entries import FEATURE, open_entry
 from .entry_kind import check_size, means_damage
 from .keys import check_basis
-from .summary import describe_new
+from .summary import add_missing_descriptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -128,7 +128,7 @@ def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, 
 
 def _possible_bases(backend: Backend, cipher: Cipher | None) -> Iterable[StoredEntry]:
     """Return all entries that may be a basis, because they are not described as chunks, states or pages."""
-    described = describe_new(backend) if cipher is None else None
+    described = add_missing_descriptions(backend) if cipher is None else None
     return backend.list() if described is None else described
 
 

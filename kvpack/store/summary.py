@@ -70,7 +70,7 @@ def summarize(
     return summary
 
 
-def describe_new(backend: Backend) -> Sequence[StoredEntry] | None:
+def add_missing_descriptions(backend: Backend) -> Sequence[StoredEntry] | None:
     """Add missing descriptions of entries. Returns all entries that are not described as chunks, states or pages.
 
     Returns None if the location does not store descriptions.

@@ -40,7 +40,7 @@ class Loss:
 
     @staticmethod
     def combine(losses: Sequence[Loss]) -> Loss:
-        """Combine the losses of one recipe in several windows."""
+        """Return the losses of one recipe in several windows as one ``Loss``."""
         return Loss(
             [divergence for loss in losses for divergence in loss.kl_divergences],
             [perplexity for loss in losses for perplexity in loss.log_perplexities],

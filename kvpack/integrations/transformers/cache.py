@@ -449,7 +449,7 @@ def create_cache(model: torch.nn.Module, contents: Cache | str | os.PathLike[str
 
 
 def check_model(cache: Cache, model: Any, model_properties: Model) -> NamedModel:
-    """Check that ``cache`` belongs to ``model``, and return how the model is identified. ``model_properties`` describes the model.
+    """Check that ``cache`` belongs to ``model``, and return the result of ``check_identity``. ``model_properties`` describes the model.
 
     Raises InvalidParameter if it belongs to another model.
     """

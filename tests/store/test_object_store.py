@@ -453,7 +453,7 @@ def test_calls_in_a_forked_process_are_misses_and_do_not_hang(server: Server) ->
 
 @pytest.mark.scenario
 def test_every_hit_is_correct_while_the_server_is_killed_paused_and_started(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.02))
+    monkeypatch.setattr(breaker, "PAUSE_SECONDS", 0.02)
     monkeypatch.setattr(object_store, "INTERVAL_SECONDS", 0.05)
     check_hits_of_an_unsteady_server(server, lambda: at(server, max_bytes=100_000, timeout=0.5), steps=4, seconds=0.4)
 

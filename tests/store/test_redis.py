@@ -344,7 +344,7 @@ def test_a_store_works_in_a_forked_process(server: Server) -> None:
 
 @pytest.mark.scenario
 def test_every_hit_is_correct_while_the_server_is_killed_paused_and_started(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.02))
+    monkeypatch.setattr(breaker, "PAUSE_SECONDS", 0.02)
     size = entry_bytes(server)
     check_hits_of_an_unsteady_server(server, lambda: open_store(server, IDENTITY, max_bytes=10 * size, timeout=0.5), steps=6, seconds=0.3)
 

@@ -304,7 +304,7 @@ def test_a_store_works_in_a_forked_process(tmp_path: Path) -> None:
 def test_tiers_survive_servers_that_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("redis")
     pytest.importorskip("obstore")
-    monkeypatch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.01))
+    monkeypatch.setattr(breaker, "PAUSE_SECONDS", 0.01)
     ids, more = prompt(3, seed=1), prompt(3, seed=2)
     with redis_server.run_server(tmp_path) as redis, s3_server.run_server() as s3:
         remote = kvpack.Tier(s3.url, storage_options=s3.options, timeout=5)

@@ -81,7 +81,7 @@ def entry_of(store: kvpack.Store, ids: list[int], number: int) -> str:
 
 def check_death_and_return(server: Any, opened: Callable[[], kvpack.Store], monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that a killed server causes misses and gets no requests, and that the store works when the server is back, empty."""
-    monkeypatch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.2))
+    monkeypatch.setattr(breaker, "PAUSE_SECONDS", 0.2)
     store = opened()
     ids = prompt(3)
     whole = save(store, ids)

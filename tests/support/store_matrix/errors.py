@@ -35,7 +35,7 @@ def check_system_errors(place: Place, cell: Cell, count: int, seed: int = 0) -> 
     """Try ``count`` cases of (operation, call, errno, once or permanently), with and without a budget."""
     prepare()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.0))
+        patch.setattr(breaker, "PAUSE_SECONDS", 0.0)
         without = FaultyOs(tuple(_operations(place)), 10**9)
         _run(place, cell, without, BUDGET)
         cell.counts["operations"] = len(without.counts)

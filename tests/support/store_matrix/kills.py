@@ -38,7 +38,7 @@ def check_kills(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
     prepare()
     with pytest.MonkeyPatch.context() as patch:
         # Retry soon after the server is back.
-        patch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.02))
+        patch.setattr(breaker, "PAUSE_SECONDS", 0.02)
         save_and_pin(place)
         choice, left = random.Random(seed), count
         while left:

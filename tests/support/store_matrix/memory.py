@@ -138,7 +138,7 @@ def _use_full_server(place: Place, cell: Cell, count: int) -> None:
     """Use a server that refuses entries that do not fit, or evicts arbitrary keys, even those of the store's bookkeeping."""
     prepare()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.0))
+        patch.setattr(breaker, "PAUSE_SECONDS", 0.0)
         for policy in ("noeviction", "allkeys-random"):
             full = replace(place, budget=BUDGET)
             full.clear()

@@ -26,7 +26,7 @@ def check_power_loss(place: Place, cell: Cell, count: int, seed: int = 0) -> Non
     prepare()
     choice = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.02))
+        patch.setattr(breaker, "PAUSE_SECONDS", 0.02)
         for durable in (True, False):
             _crash_repeatedly(
                 replace(place, root=place.root / f"durable-{durable}", durable=durable, budget=BUDGET), cell, count // 2, choice

@@ -186,17 +186,14 @@ class Lock:
     def __reduce__(self) -> NoReturn:
         raise InvalidParameter("an open store, page codec or file cannot be pickled or copied: open it again in each process")
 
-    def acquire(self) -> None:
-        self._lock.acquire()
+    @property
+    def __enter__(self) -> Callable[[], bool]:
+        # A method in Python could acquire the lock and then be interrupted by Ctrl-C, and nothing would release it.
+        return self._lock.__enter__
 
-    def release(self) -> None:
-        self._lock.release()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+    @property
+    def __exit__(self) -> Callable[..., None]:
+        return self._lock.__exit__
 
 
 _ALL: weakref.WeakSet[Lock] = weakref.WeakSet()

@@ -296,7 +296,7 @@ class WriteBackQueue:
     def add(self, chain: Sequence[bytes], data: bytes, now_ns: int) -> None:
         """Queue an entry. If there is no room, the entry is dropped and counted."""
         self._reset_in_child()
-        with self._condition:
+        with self._lock:
             if self._bytes + len(data) > QUEUE_BYTES:
                 self._counters.add("dropped_writes")
                 return
@@ -313,7 +313,7 @@ class WriteBackQueue:
         """Drop the queued entries of ``keys``. If one of them is being written, wait for that to finish."""
         self._reset_in_child()
         forgotten = set(keys)
-        with self._condition:
+        with self._lock:
             for key in forgotten & set(self._queue):
                 self._bytes -= len(self._queue.pop(key)[1])
             while self._writing in forgotten:
@@ -324,7 +324,7 @@ class WriteBackQueue:
         """Write queued entries for at most ``FLUSH_SECONDS``. The remaining ones are dropped and counted."""
         self._reset_in_child()
         deadline = time.monotonic() + FLUSH_SECONDS
-        with self._condition:
+        with self._lock:
             while (self._queue or self._writing is not None) and time.monotonic() < deadline:
                 self._condition.wait(max(0, deadline - time.monotonic()))
             self._counters.add("dropped_writes", len(self._queue))
@@ -333,7 +333,7 @@ class WriteBackQueue:
 
     def _run(self) -> None:
         while True:
-            with self._condition:
+            with self._lock:
                 self._writing = None
                 self._condition.notify_all()
                 if not self._queue:
@@ -344,12 +344,13 @@ class WriteBackQueue:
                 self._write(chain, data, now_ns)
             except Exception as error:
                 self._counters.fault("put", error)
-            with self._condition:
+            with self._lock:
                 self._bytes -= len(data)
 
     def _reset(self) -> None:
         self._pid = os.getpid()
-        self._condition = threading.Condition()
+        self._lock = threading.Lock()
+        self._condition = threading.Condition(self._lock)
         self._queue = OrderedDict()
         self._bytes = 0
         self._writing = self._thread = None

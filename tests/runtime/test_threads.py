@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvpack.runtime import threads
-from kvpack.runtime.threads import StartedCalls, in_parallel
+from kvpack.runtime.threads import Lock, StartedCalls, in_parallel
 
 
 def test_results_are_in_order_and_calls_are_concurrent() -> None:
@@ -73,3 +74,20 @@ def test_nothing_used_only_by_calls_is_kept_alive() -> None:
     begun.wait()
     assert alive() is None
     assert begun.results() == [0, 1, 2]
+
+
+def test_an_interrupted_thread_does_not_keep_a_lock() -> None:
+    def interrupt(frame: Any, event: str, _: object) -> None:
+        if event.endswith("return") and frame.f_code.co_filename == threads.__file__:
+            raise KeyboardInterrupt
+
+    lock = Lock()
+    sys.setprofile(interrupt)
+    try:
+        with lock:
+            pass
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+    assert not lock._lock.locked()

@@ -76,9 +76,9 @@ def attend(
         starts: First token of each sequence that queries attend to, for left-padded batches. Tokens before it are not read.
 
     Returns:
-        Attention outputs ``[batch, q_head, q_len, dim_v]`` in the dtype of ``q``. For few queries, Triton kernels compute on packed bytes
-        with float16 products, within 2e-3 of the exact result. For many 16-bit queries, and for codecs without kernels, blocks are decoded
-        to the dtype of ``q``. Everything else is computed in float32.
+        Attention outputs ``[batch, q_head, q_len, dim_v]`` in the dtype of ``q``, differentiable by ``q`` and ``sink_logits``. For few
+        queries, Triton kernels compute on packed bytes with float16 products, within 2e-3 of the exact result. For many 16-bit queries, and
+        for codecs without kernels, blocks are decoded to the dtype of ``q``. Everything else is computed in float32.
 
     Raises:
         InvalidParameter: A shape or an option does not match the layer or is out of range.

@@ -100,7 +100,7 @@ def pack(
         states_at: States of all layers at earlier positions, by position, for use in a store (see ``recording``).
 
     Returns:
-        The packed cache, on the device of the values.
+        The packed cache, on the device of the values. It is constant: no gradients flow to the values or to the model.
 
     Raises:
         InvalidParameter: The recipe is invalid or does not suit the model, or a shape or value is not supported.

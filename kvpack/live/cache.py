@@ -194,9 +194,9 @@ class LiveCache:
     def update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
         """Add new tokens to ``layer``. ``k`` and ``v`` are ``[batch, kv_head, token, dim]``.
 
-        Tokens are added to the raw tail. If they do not fit, the next ``attend`` encodes them. On a CUDA device, the next ``roll`` or
-        ``freeze`` checks that the values are finite. Raises OutOfBounds if the cache has no such layer, InvalidType for an unsupported
-        dtype, and InvalidParameter for values that do not continue the layer.
+        Tokens are added to the raw tail. If they do not fit, the next ``attend`` encodes them. No gradients flow to ``k`` and ``v``. On a
+        CUDA device, the next ``roll`` or ``freeze`` checks that the values are finite. Raises OutOfBounds if the cache has no such layer,
+        InvalidType for an unsupported dtype, and InvalidParameter for values that do not continue the layer.
         """
         if torch.compiler.is_dynamo_compiling():
             if v is not None:

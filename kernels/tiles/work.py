@@ -53,7 +53,7 @@ class WorkItem(NamedTuple):
 def load_work(row: tl.tensor, batch: tl.tensor, head: tl.tensor, K: tl.constexpr, V: tl.constexpr) -> tl.tuple:
     """Load the ``WorkItem`` of one sequence and KV head from ``row``, int64 ``[FIRST_ADDRESS + STREAM_INTEGERS * streams]``.
 
-    The streams in the row are those of keys, then of values, then of page means.
+    The row lists the streams of keys, then of values, then of page means.
     """
     begin = tl.load(row)
     count = tl.load(row + 1).to(tl.int32)

@@ -41,7 +41,7 @@ class CopyQueue:
         target.copy_(source, non_blocking=True)
 
     def mark(self) -> Any:
-        """Return a mark at the current end of the queue."""
+        """Return a mark at the current end of the queue, to pass to ``wait``."""
         return self._stream.record_event()
 
     def wait(self, mark: Any) -> None:

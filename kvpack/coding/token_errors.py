@@ -355,7 +355,7 @@ def _suspects_by_direction(run: EncodedRun) -> torch.Tensor | None:
 def scale_inflation(run: EncodedRun) -> torch.Tensor | None:
     """Return the factor by which each token enlarges a scale shared within its run, float32 ``[batch, kv_head, token]``.
 
-    Returns None if the scales suit all tokens, or if the codec has no scales that a run shares.
+    Returns None if the scales fit all tokens, or if no scale is shared within a run.
     """
     codec, x, raw_mask = run.codec, run.x, run.raw_mask
     tokens = x.shape[2]

@@ -141,9 +141,9 @@ def _train_tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int,
 
 
 def _count_levels(columns: Array, scales: Array) -> Array:
-    """Return what a tensor adds to its tables, ``[4, table, level]``, summed over all usual quantization steps.
+    """Return a tensor's statistics for its tables, ``[4, table, level]``, summed over all usual quantization steps.
 
-    These are the numbers of levels, the same with a dead zone, and the sums of the columns and of their squares by level with a dead zone.
+    For each level, these are its count, its count with a dead zone, and the sums of the columns and of their squares with a dead zone.
     """
     levels = 2 * MAX_LEVEL + 1
     # The last entry counts levels that have no symbol.

@@ -93,7 +93,7 @@ class KeyMoments:
 
     @classmethod
     def from_keys(cls, k: torch.Tensor, queries: torch.Tensor, rows: int, rope: Rope | None) -> KeyMoments:
-        """Compute the moments of keys ``[1, kv_head, token, dim]`` from position 0 on, without raw tokens.
+        """Compute the moments of keys ``[1, kv_head, token, dim]``, which begin at position 0. Raw tokens do not count.
 
         ``queries`` is the sum of outer products of ``rows`` queries.
         """

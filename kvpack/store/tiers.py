@@ -307,7 +307,11 @@ class WriteBackQueue:
             if self._thread is None:
                 # Not a daemon: a program that ends without closing the store waits for its entries.
                 self._thread = threading.Thread(target=self._run, name="kvpack-write-back")
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError:
+                    # The system's limit of threads. The next entry or ``close`` tries again.
+                    self._thread = None
 
     def cancel(self, keys: Iterable[bytes]) -> None:
         """Drop the queued entries of ``keys``. If one of them is being written, wait for that to finish."""
@@ -324,6 +328,8 @@ class WriteBackQueue:
         """Write queued entries for at most ``FLUSH_SECONDS``. The remaining ones are dropped and counted."""
         self._reset_in_child()
         deadline = time.monotonic() + FLUSH_SECONDS
+        if self._thread is None:
+            self._run()
         with self._lock:
             while (self._queue or self._writing is not None) and time.monotonic() < deadline:
                 self._condition.wait(max(0, deadline - time.monotonic()))

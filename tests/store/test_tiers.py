@@ -281,6 +281,17 @@ def test_entries_refused_by_the_first_tier_are_not_postponed(tmp_path: Path) -> 
     assert counts(store) == [0, 3]
 
 
+def test_queued_entries_are_written_if_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    store = tiered(MEMORY, tmp_path, write_back=True)
+    save(store, prompt(3))
+    store.close()
+    assert counts(store) == [3, 3]
+
+
 def _in_child(store: kvpack.Store, results: Any) -> None:
     ids = prompt(2, seed=7)
     # The store is not closed: the process ends when the queued entries are written.

@@ -147,6 +147,8 @@ def tensor_digest(where: str, tensor: torch.Tensor) -> str:
         names, context = tensor.__tensor_flatten__()
         parts = [[name, tensor_digest(f"{where}.{name}", getattr(tensor, name))] for name in names]
         return f"{kind} {described} {json_digest([parts, to_json_value(where, context)])}"
+    # The bytes of PyTorch's quantized tensors lack their scales.
+    tensor = tensor.dequantize() if tensor.is_quantized else tensor
     try:
         data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     except (RuntimeError, TypeError, NotImplementedError) as error:

@@ -283,6 +283,7 @@ def test_tensors_whose_bytes_cannot_be_read_are_refused() -> None:
         identity(model)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor, :UserWarning")
 def test_extra_tensors_of_a_quantized_layer_change_the_identity() -> None:
     class Packed(nn.Linear):
         """A layer that keeps its scales in a mapping of its own, and adds them to its state dict."""
@@ -295,13 +296,20 @@ def test_extra_tensors_of_a_quantized_layer_change_the_identity() -> None:
         def state_dict(self, *arguments: Any, prefix: str = "", **options: Any) -> Any:
             return {f"{prefix}weight": self.weight.detach(), f"{prefix}scale": self.meta["scale"]}
 
-    def made(scale: float) -> kvpack.Identity:
+    def made(scale: float, layer: Any) -> kvpack.Identity:
         model = small_llama()
-        model.lm_head = Packed(scale)
+        model.lm_head = layer(scale)
         return kvpack.Identity.of(model, "octopus-3")
 
-    assert made(0.5) == made(0.5)
-    assert changed_fields(made(0.5), made(0.25)) == {"weights"}
+    def quantized_by_torch(scale: float) -> Any:
+        """Return a layer whose scale is a part of a quantized tensor, whose bytes are the same for any scale."""
+        layer = nn.Module()
+        layer.register_buffer("weight", torch.quantize_per_tensor(torch.full((50, 32), scale), scale, 0, torch.qint8))
+        return layer
+
+    for layer in (Packed, quantized_by_torch):
+        assert made(0.5, layer) == made(0.5, layer)
+        assert "weights" in changed_fields(made(0.5, layer), made(0.25, layer))
 
 
 def test_a_tensor_made_of_several_tensors_is_digested_completely() -> None:

@@ -12,6 +12,7 @@ typedef struct {
     uint32_t states[RANS_LANES];
     int64_t length;
     uint8_t *symbols;
+    const char *next; /* what the caller will read next, of as many bytes as symbols */
 } RansRun;
 
 /* Decodes symbol `i` of one lane. Words after the end of the array are read as 0. */
@@ -175,6 +176,7 @@ WITH_VBMI2 INLINE void rans_step_of_few(const RansRun *run, int64_t i, const Few
     state->high = _mm512_mask_mov_epi16(high, small, low);
     state->low = _mm512_mask_expand_epi16(low, small, _mm512_loadu_si512(run->words + *at));
     *at += __builtin_popcount(small);
+    __builtin_prefetch(run->next + i, 0, 2);
     _mm256_storeu_si256((__m256i *)(run->symbols + i), _mm512_cvtepi16_epi8(of_few(few->symbol, n)));
 }
 
@@ -258,6 +260,7 @@ static void rans_chunks(const Rans *call, int64_t first, int count) {
         runs[r] = (RansRun){call->words, call->word_count, call->first_word[chunk], .tables = tables, .length = call->lengths[chunk]};
         runs[r].slots = tables ? call->slots : call->slots + call->table[chunk] * RANS_SLOTS;
         runs[r].symbols = call->symbols + chunk * call->stride;
+        runs[r].next = (const char *)runs[r].symbols;
         memcpy(runs[r].states, call->states + chunk * RANS_LANES, sizeof runs[r].states);
     }
     rans_decode(runs, count);

@@ -19,7 +19,7 @@ from typing import Any
 
 import xxhash
 
-from kvpack.file.user_files import path_text
+from kvpack.file.user_files import open_regular, path_text
 from kvpack.formats.errors import InvalidParameter, KvpackError, MissingFile
 from kvpack.hub import model_folder
 from kvpack.runtime.threads import in_parallel, usable_cores
@@ -69,7 +69,7 @@ def _file_digest(path: str) -> str:
 def digest_file_bytes(path: str, size: int) -> str:
     """Return the digest of a file of ``size`` bytes: the SHA-256 of the XXH3-128 digests of its pieces of ``PIECE_BYTES`` bytes."""
     total = hashlib.sha256(size.to_bytes(8, "little"))
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_regular(path)
     try:
 
         def piece(begin: int) -> bytes:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvpack import Identity
+from kvpack.errors import MissingFile
 from kvpack.identity import engine_identity
 
 DIM = 256
@@ -52,6 +53,12 @@ def folder(path: Path, scale: float = 0.01) -> Path:
 
 def weights(path: Path, **options: Any) -> str:
     return Identity.of_engine(path, "raw", kv_dtype="fp8_e4m3", layout="d", **options).weights
+
+
+def test_a_fifo_among_the_weights_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(folder(tmp_path / "a") / "more.safetensors")
+    with pytest.raises(MissingFile, match="is a FIFO, expected a regular file"):
+        weights(tmp_path / "a")
 
 
 def test_recalibrated_scales_change_the_digest(tmp_path: Path) -> None:

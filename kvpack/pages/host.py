@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
@@ -168,7 +169,9 @@ class HostPages:
         run = partial(_run_isolated, work, self._threads if count == 1 else 1)
         if workers < 2:
             return [run(number) for number in range(count)]
-        return list(self._own.pool.map(run, range(count)))
+        calls = [self._own.submit(partial(run, number)) for number in range(count)]
+        wait(calls)
+        return [call.result() for call in calls]
 
 
 def _run_isolated(work: Callable[[int, int], Outcome], threads: int, page_index: int) -> Outcome:

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from queue import SimpleQueue
 from typing import Any, Generic, NoReturn, TypeVar
@@ -160,18 +160,30 @@ class WorkerThreads:
         self._count, self._name = count, name
         self._pools: dict[int, ThreadPoolExecutor] = {}
 
-    @property
-    def pool(self) -> ThreadPoolExecutor:
-        """The thread pool of this process.
+    def submit(self, call: Callable[[], Result]) -> Future[Result]:
+        """Make a call in one of the threads, or in the calling thread if none can be started. Returns the result's future."""
+        future: Future[Result] = Future()
+        job = _Job(None)
 
-        A forked child needs its own pool, because the parent's threads do not run in it.
-        """
-        executor = self._pools.get(os.getpid())
-        # If two threads create an executor at once, the dropped one has not started any thread.
-        return executor or self._pools.setdefault(os.getpid(), ThreadPoolExecutor(self._count, thread_name_prefix=self._name))
+        def run(_: None) -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+        # A forked child needs its own pool, because the parent's threads do not run in it. If two threads create a pool at once, the
+        # dropped one has not started any thread.
+        pool = self._pools.get(os.getpid())
+        pool = pool or self._pools.setdefault(os.getpid(), ThreadPoolExecutor(self._count, thread_name_prefix=self._name))
+        try:
+            pool.submit(job.run, run)
+        except RuntimeError:
+            # The pool may make the call once it has a thread, so it must not be made again.
+            job.run(run)
+        return future
 
     def close(self) -> None:
-        """Wait for running work, and stop the threads. The next use of ``pool`` starts new ones."""
+        """Wait for running work, and stop the threads. The next call of ``submit`` starts new ones."""
         if (pool := self._pools.pop(os.getpid(), None)) is not None:
             pool.shutdown()
 

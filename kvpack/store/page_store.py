@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress, count, groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, Unpack
 
@@ -406,7 +407,8 @@ class PageStore:
         # Copies, because the caller may change its lists.
         key_bytes, places = tuple(bytes(key) for key in keys), tuple(slots)
         with self._lock:
-            job = Job(next(self._jobs), kind, key_bytes, self._threads[kind].pool.submit(self._run_counted, kind, run, key_bytes, places))
+            future = self._threads[kind].submit(partial(self._run_counted, kind, run, key_bytes, places))
+            job = Job(next(self._jobs), kind, key_bytes, future)
             self._unfinished_jobs[job.number] = job
         return job
 

@@ -654,7 +654,7 @@ def test_a_finished_request_leaves_its_chunks_to_the_next(tier_class: Callable[.
     assert engine.found([0, 1]) == [True, True]
     tier, begin = engine.tier, threading.Event()
     for _ in range(2):
-        store_of(tier)._threads["get"].pool.submit(begin.wait, 60)
+        store_of(tier)._threads["get"].submit(lambda: begin.wait(60))
     tier.submit_load(TransferJob(5, [key(0), key(1)], numpy.array([4, 5]), True))
     tier.on_request_finished(REQUEST)
     assert tier.has_pending_work()

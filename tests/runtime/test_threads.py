@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvpack.runtime import threads
-from kvpack.runtime.threads import Lock, StartedCalls, in_parallel
+from kvpack.runtime.threads import Lock, StartedCalls, WorkerThreads, in_parallel
 
 
 def test_results_are_in_order_and_calls_are_concurrent() -> None:
@@ -91,3 +91,16 @@ def test_an_interrupted_thread_does_not_keep_a_lock() -> None:
     finally:
         sys.setprofile(None)
     assert not lock._lock.locked()
+
+
+def test_a_call_is_made_once_if_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    workers, calls = WorkerThreads(1, "worker"), []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        assert workers.submit(lambda: calls.append(1)).done()
+    workers.submit(lambda: calls.append(2)).result(60)
+    workers.close()
+    assert calls == [1, 2]

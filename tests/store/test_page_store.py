@@ -270,7 +270,7 @@ def test_a_job_uses_the_lists_as_they_were_when_submitted(tmp_path: Path) -> Non
     with PageStore(tmp_path, IDENTITY, GEOMETRY) as store:
         store.put(KEYS, given, range(4))
         begin = threading.Event()
-        store._threads["get"].pool.submit(begin.wait, 60)
+        store._threads["get"].submit(lambda: begin.wait(60))
         keys, slots = [bytearray(KEYS[0])], [0]
         job = store.submit_get(keys, target, slots)
         keys[0][:], slots[0] = KEYS[1], 3
@@ -322,7 +322,7 @@ def test_jobs_work_in_a_forked_process(tmp_path: Path) -> None:
     target, _ = cleared()
     with PageStore(tmp_path, IDENTITY, GEOMETRY) as store:
         begin = threading.Event()
-        store._threads["put"].pool.submit(begin.wait, 60)
+        store._threads["put"].submit(lambda: begin.wait(60))
         # No thread of the child ends this one.
         job = store.submit_put(KEYS, given, range(4))
         with PageStore(tmp_path, IDENTITY, GEOMETRY) as other:

@@ -315,6 +315,8 @@ class KvpackCache(PassCalls):
         if len(ids) == 1:
             # Without a mask, transformers warns if the padding token is also the end-of-text token.
             options.setdefault("attention_mask", torch.ones_like(ids))
+        # Models trained with gradient checkpointing are often saved with use_cache=False.
+        options.setdefault("use_cache", True)
         held = self.passes.record.tokens
         try:
             return model.generate(ids, **cache_names.cache_argument(outermost_model(model), self), **options)

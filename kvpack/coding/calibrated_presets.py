@@ -8,7 +8,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from .presets import KVPACK_PRESETS, RAW_CLAUSE, calibrated_codec
+from .presets import KVPACK_PRESETS, KVPACK_RAW_CLAUSE, calibrated_codec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +44,7 @@ def calibrated_clauses(basis: Basis, average: float, *, trellis: bool) -> str:
             layers = [layer for (layer, its_side), its_width in sorted(result.items()) if (its_side, its_width) == (side, width)]
             if layers:
                 texts.append(_tensor_clause(f"layers={','.join(map(str, layers))}:", side, width, average_bits, trellis, basis))
-    return ";".join([*texts, RAW_CLAUSE])
+    return ";".join([*texts, KVPACK_RAW_CLAUSE])
 
 
 def _tensor_clause(layers: str, side: str, bits: int, average_bits: int, trellis: bool, basis: Basis) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvpack.coding.bases import LOSSES, Basis
-from kvpack.coding.presets import RAW_CLAUSE, calibrated_codec
+from kvpack.coding.presets import KVPACK_RAW_CLAUSE, calibrated_codec
 from kvpack.coding.recipes import Recipe
 from kvpack.evaluation.windows import evaluate_over, evaluate_uncompressed, pack_as_bf16
 
@@ -31,7 +31,7 @@ def measure_tensor_losses(model: Any, basis: Basis, windows: Sequence[torch.Tens
     scored tokens are read in one pass over a cache in which only this tensor was packed. ``step`` is called after each pass.
     """
     keys, values = (calibrated_codec(side, MEASURED_BITS, trellis=False) for side in "kv")
-    recipe = Recipe(f"k={keys};v={values};{RAW_CLAUSE}", basis)
+    recipe = Recipe(f"k={keys};v={values};{KVPACK_RAW_CLAUSE}", basis)
     layers = basis.described_layer_count
     losses = {side: [0.0] * layers for side in "kv"}
     for tokens in windows:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpack.coding.presets import KVPACK_PRESETS
 from kvpack.coding.recipes import PRESETS, Recipe, parse_recipe, preset_name
 from kvpack.formats.errors import InvalidParameter, KvpackError, OutOfBounds
 
@@ -47,7 +48,8 @@ def test_every_lossy_preset_keeps_tokens_raw() -> None:
             codec = Recipe(name).codec(0, 4, side, 64)
             raw = codec.raw_positions
             assert (raw is None) == (codec.exact_dtype is not None), name
-            assert raw is None or (raw.dtype, raw.first, raw.low_norm, raw.high_norm) == ("bf16", 4, 0.5, 4.0)
+            expected = ("bf16", 1, 0.4, 4.0) if name in KVPACK_PRESETS else ("bf16", 4, 0.5, 4.0)
+            assert raw is None or (raw.dtype, raw.first, raw.low_norm, raw.high_norm) == expected
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ static void load_chunks(const Codec *codec, const Loaded *in, const Segment *seg
         RansRun *run = &runs[count];
         *run = (RansRun){(const uint16_t *)streams[CHUNK_WORDS].data, place[1], place[0], .slots = chunk->slots};
         run->length = (left < codec->group_tokens ? left : codec->group_tokens) * codec->dim;
-        run->next = row_of(&streams[-codec->chunk_stream], in->batch, in->head, first * codec->group_tokens);
+        run->next = row_of(segment->streams, in->batch, in->head, first * codec->group_tokens);
         run->symbols = chunk->exponents + count++ * codec->group_tokens * codec->dim;
         memcpy(run->states, row_of(&streams[STATES], in->batch, in->head, first), sizeof run->states);
     }

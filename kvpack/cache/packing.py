@@ -184,8 +184,6 @@ def dense_layers(past: Any) -> list[DenseLayer]:
             if k is None and v is None:
                 raise InvalidParameter(f"layers[{number}]: k and v are both None: pass keys, values or both")
             layers.append(DenseLayer(k, v, skipped))
-        if not layers:
-            raise InvalidParameter("the list of layers is empty: pass a list with one (k, v) per layer")
         return layers
     return extract_layers(past)
 
@@ -270,7 +268,8 @@ def _encoding_groups(states: Sequence[DenseLayer], recipe: Recipe) -> Iterator[t
             yield range(begin, number), codecs
             begin = number
         before, codecs = kind, its
-    yield range(begin, len(states)), codecs
+    if states:
+        yield range(begin, len(states)), codecs
 
 
 def _codecs(layer: DenseLayer, recipe: Recipe, layer_index: int, count: int) -> Codecs:

@@ -314,7 +314,6 @@ BAD_INPUT = {
     "float64": ([(X, X.to(torch.float64))], InvalidType, r"layers\[0\].v has dtype torch.float64"),
     "tokens": ([(X, X[:, :, :7])], InvalidParameter, r"k is \[1, 2, 8, 64\], but v is \[1, 2, 7, 64\]"),
     "heads": ([(X, X[:, :1])], InvalidParameter, "batch, kv_head and token must be the same"),
-    "no layers": ([], InvalidParameter, "the list of layers is empty"),
     "both missing": ([(None, None)], InvalidParameter, "k and v are both None"),
     "not a cache": (7, InvalidType, "a int is not a KV cache"),
     "not a tensor": ([("k", X)], InvalidType, "expected a tensor or None, but got a str"),

@@ -156,7 +156,7 @@ def parse_seed(text: str) -> int:
     try:
         number = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r:.80} must be an integer") from None
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not an integer") from None
     if abs(number) >= 2**62:
         raise argparse.ArgumentTypeError(f"{text:.80} must be less than 2**62 in magnitude")
     return number

@@ -139,7 +139,7 @@ def _column_channels(codec: Codec, device: str) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _column_matrix(codec: Codec, dtype: torch.dtype, device: str) -> tuple[torch.Tensor | None, float]:
-    """Return the matrix from channels to columns as its signs, ``[dim, column]`` in ``dtype``, and the magnitude of all nonzero entries.
+    """Return the signs of the matrix from channels to columns, ``[dim, column]`` in ``dtype``, and the magnitude of its nonzero entries.
 
     The signs are None if the matrix is the identity.
     """

@@ -217,9 +217,9 @@ def _launch(
 
 @lru_cache(maxsize=256)
 def _column_matrix(codec: Codec, joined_order: bool, device: str) -> tuple[torch.Tensor, float]:
-    """Return the matrix from columns to channels as its signs, float16 ``[column, channel]``, and the magnitude of all nonzero entries.
+    """Return the signs of the matrix from columns to channels, float16 ``[column, channel]``, and the magnitude of its nonzero entries.
 
-    Both axes are padded with zeros to powers of two. Columns are in the order of tiles, or of ``join_tiles``.
+    Both axes are padded with zeros to powers of two. Columns are in tile order or, with ``joined_order``, in the order of ``join_tiles``.
     """
     loader, channels = _required_loader(codec), _padded_dim(codec.dim)
     count, width = next_power_of_two(len(loader.channels)), len(loader.channels[0])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import kvpack
 from kvpack.cache.device_copy import HostCopyQueue
-from kvpack.cache.staged_load import COPY_BYTES, STAGING_BYTES, StagedCopy, staged
+from kvpack.cache.staged_load import COPY_BYTES, STAGING_BYTES, StagedCopy, stage_bytes
 from kvpack.file.container import open_file
 from kvpack.formats.errors import InvalidParameter
 from kvpack.runtime.mapping import is_cold
@@ -115,7 +115,7 @@ def _read_staged(path: str) -> None:
         assert span is not None
         ends = range(0, sum(place.nbytes for place in places), COPY_BYTES)
         copies = [StagedCopy(0, begin, min(begin + COPY_BYTES, span.end - span.begin), span, places[0]) for begin in ends]
-        for _ in staged(copies, file, HostCopyQueue(), STAGING_BYTES, {*()}, {*()}):
+        for _ in stage_bytes(copies, file, HostCopyQueue(), STAGING_BYTES, {*()}, {*()}):
             continue
 
 

@@ -92,7 +92,7 @@ def _read_layers(past: Any) -> list[DenseLayer]:
                 "where kvpack cannot pack them: use a model that keeps its states in its cache"
             )
     if all(layer.k is None and layer.v is None for layer in layers):
-        raise InvalidParameter(f"a {type(past).__name__} has no keys and values yet: run a forward pass with it first")
+        raise InvalidParameter(f"a {type(past).__name__} has no keys or values yet: run a forward pass with it first")
     return layers
 
 
@@ -133,7 +133,7 @@ def keys_and_values(layer: Any, where: str) -> DenseLayer:
     seen, held, classes = int(layer.get_seq_length()), k.shape[2], _class_names(layer)
     if (seen > held and not classes & _SLIDING) or (seen < held and not classes & _STATIC):
         raise InvalidParameter(
-            f"{where}: a {type(layer).__name__} that has seen {seen} tokens contains the keys of {held} tokens: "
+            f"{where}: the {type(layer).__name__} has seen {seen} tokens but contains the keys of {held}: "
             "pack a cache that keeps all tokens, such as DynamicCache"
         )
     return DenseLayer(k[:, :, :seen], v[:, :, :seen], max(0, seen - held))

@@ -123,7 +123,7 @@ class Minifloats:
         dtype = self.scales.dtype
         if dtype in _SCALES:
             if self.global_scale is not None:
-                raise InvalidParameter(f"scales has dtype {dtype}, which needs no global_scale: omit it, or pass float8_e4m3fn scales")
+                raise InvalidParameter(f"scales has dtype {dtype}, which takes no global_scale: omit it, or pass float8_e4m3fn scales")
             return None
         if dtype == torch.float8_e4m3fn or (dtype == torch.uint8 and self.global_scale is not None):
             if self.global_scale is None:
@@ -131,7 +131,7 @@ class Minifloats:
             scale_dtype = "e4m3"
         elif dtype == torch.uint8 or (dtype == _E8M0 and _E8M0 is not None):
             if self.global_scale is not None:
-                raise InvalidParameter(f"scales has dtype {dtype}, which needs no global_scale: omit it, or pass float8_e4m3fn scales")
+                raise InvalidParameter(f"scales has dtype {dtype}, which takes no global_scale: omit it, or pass float8_e4m3fn scales")
             scale_dtype = "e8m0"
         else:
             raise InvalidType(f"scales has dtype {dtype}, expected float32, float16, float8_e8m0fnu, float8_e4m3fn or uint8")

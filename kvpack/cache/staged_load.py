@@ -83,7 +83,7 @@ class StagedCopy:
         return [(first, min(first + nbytes, end)) for first in range(self.begin, end, nbytes)]
 
 
-def staged(
+def stage_bytes(
     copies: Sequence[StagedCopy], file: File, queue: Bus, staging_bytes: int, value_codecs: AbstractSet[int], chunk_codecs: AbstractSet[int]
 ) -> Generator[torch.Tensor, None, None]:
     """Yield the bytes of each copy in staging memory. The memory is reused after the caller's copies from it have finished.
@@ -100,7 +100,7 @@ def staged(
 def _read_with_c_threads(
     reader_library: ctypes.CDLL, copies: Sequence[StagedCopy], file: File, queue: Bus, staging_bytes: int
 ) -> Generator[torch.Tensor, None, None]:
-    """Implement ``staged`` with C threads, which can read byte ranges of an open file. Raises MemoryError if no thread can be started.
+    """Implement ``stage_bytes`` with C threads, which can read byte ranges of an open file. Raises MemoryError if no thread can be started.
 
     If the file is not in the page cache and its file system supports direct I/O, whole blocks bypass the page cache.
     """
@@ -153,7 +153,7 @@ def _read_with_c_threads(
 def _read_with_python_threads(
     copies: Sequence[StagedCopy], file: File, queue: Bus, staging_bytes: int, value_codecs: AbstractSet[int], chunk_codecs: AbstractSet[int]
 ) -> Generator[torch.Tensor, None, None]:
-    """Implement ``staged`` with Python threads, which can make any copy."""
+    """Implement ``stage_bytes`` with Python threads, which can make any copy."""
     if not copies:
         return
     reads = [copy.reads(READ_BYTES) for copy in copies]
@@ -241,7 +241,8 @@ def load_layers(
         if progress is not None:
             progress(done, len(copies))
 
-    with contextlib.closing(queue), contextlib.closing(staged(copies, file, queue, staging_bytes, value_codecs, chunk_codecs)) as arriving:
+    pieces = stage_bytes(copies, file, queue, staging_bytes, value_codecs, chunk_codecs)
+    with contextlib.closing(queue), contextlib.closing(pieces) as arriving:
         # Allocate everything before the first copy, which then waits for work that still uses the same memory.
         sizes = [group.nbytes for group in groups] if part.has_all_tokens else []
         targets = [torch.empty(size, dtype=torch.uint8, device=queue.device) for size in sizes]

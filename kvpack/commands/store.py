@@ -434,7 +434,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     identity = exported.identity
     if not identity.model and not identity.weights:
         raise InvalidParameter(
-            f"{arguments.input} names no model, so no process could find its prefix, or one with another model could: pass model= to "
+            f"{arguments.input} names no model, so its prefix might not be found, or might be loaded for another model: pass model= to "
             "kvpack.pack or KvpackCache when you compute the cache"
         )
     if not arguments.trust_names:

@@ -302,8 +302,7 @@ class File:
 
     @property
     def descriptor(self) -> int | None:
-        """The file's descriptor, or None if the file is in memory. The caller must check bytes of spans read from it with ``check_pads``.
-        """
+        """The file descriptor, or None if the file is in memory. Callers that read spans from it must check them with ``check_pads``."""
         return self._source.descriptor
 
     def check_pads(self, span: Span, first: int, last: int, memory: memoryview) -> None:

@@ -122,7 +122,7 @@ def find_span(front: Front, tensors: Sequence[tuple[TensorEntry, int, int]]) -> 
 def read_span(source: Source, span: Span, first: int, last: int, memory: memoryview) -> None:
     """Read bytes ``[first, last)`` of ``span`` into ``memory``, which has the same size. Padding is checked, but digests are not.
 
-    All bytes are read with one call, because threads wait for each other at each call. Raises the same errors as ``check_pads``.
+    All bytes are read with one call, because every call makes its thread wait for the GIL. Raises the same errors as ``check_pads``.
     """
     source.read_into(span.begin + first, memory)
     check_pads(source, span, first, last, memory)

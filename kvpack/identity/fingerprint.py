@@ -280,7 +280,7 @@ def _default_state(part: ModelPart) -> Iterator[tuple[str, Any]]:
 
 
 def _fetch_offloaded(module: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor ``x`` with its values. accelerate may have moved them to another device or to disk."""
+    """Return ``x``, or its real values if ``x`` is a placeholder because accelerate moved them to another device or to disk."""
     hook = vars(module).get("_hf_hook")
     for inner in getattr(hook, "hooks", (hook,)):
         values = getattr(inner, "weights_map", None)

@@ -365,7 +365,7 @@ class LiveCache:
         """Return all tokens as an immutable ``Cache`` that shares the packed bytes and keeps the raw tail. This cache stays usable.
 
         With ``packed=True``, the tail is packed too, in whole token groups or, if the recipe sets a window, in whole windows. Files are
-        then smaller, and stores get all whole chunks. A layer that has not changed since ``of`` is returned unchanged. Raises
+        then smaller, and stores get all whole chunks. A layer that has not changed since ``LiveCache.of`` is returned as is. Raises
         InvalidParameter during a forward pass, or if a value is not finite.
         """
         cache = self.snapshot(packed)

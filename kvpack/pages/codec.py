@@ -93,8 +93,8 @@ class PageCodec:
         """Encode the pages in ``slots`` into ``rows``. Returns a list with None for each encoded page, and an error for each other page.
 
         ``rows`` are writable buffers of at least ``nbytes`` bytes, or one uint8 tensor ``[page, byte]``. Bytes after a row in its buffer
-        are left unchanged. ``keys`` are the engine's names for the pages, as bytes. After an error, the page's buffer does not begin like a
-        row. Raises InvalidParameter or OutOfBounds if an argument is invalid for all pages.
+        are left unchanged. ``keys`` are the engine's names for the pages, as bytes. After an error, the page's buffer does not begin with
+        a valid row header. Raises InvalidParameter or OutOfBounds if an argument is invalid for all pages.
         """
         return self.start_encode(pages, slots, rows, keys=keys).outcomes()
 

@@ -180,7 +180,7 @@ class EntryReader:
                 self._templates[len(view), _start_bytes(start)] = template
         return cache
 
-    def set_shape(self, cache: Cache) -> bool:
+    def require_shape_of(self, cache: Cache) -> bool:
         """From now on, reject entries with a different shape than ``cache``, which the model produced. Returns True if the shape is new."""
         shape = tuple(tuple((name, side.heads, side.dim, side.codec.exact_dtype) for name, side in layer.sides.items()) for layer in cache)
         if shape == self.shape:

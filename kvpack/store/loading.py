@@ -57,9 +57,9 @@ class Loader:
         self._windows = SlidingWindows((), reader.chunk) if windows is None else windows
         self._readable_keys, self._suspect_keys = KeySet(), KeySet()
 
-    def set_shape(self, cache: Cache) -> None:
+    def require_shape_of(self, cache: Cache) -> None:
         """From now on, reject entries with a different shape than ``cache``, which the model produced."""
-        if self._reader.set_shape(cache):
+        if self._reader.require_shape_of(cache):
             self._readable_keys = KeySet()
 
     def load(self, keys: Sequence[bytes], states_entry: tuple[bytes, FoundEntry] | None = None) -> Cache | None:

@@ -64,7 +64,7 @@ def check_keys(reply: Any) -> list[bytes]:
 
 
 def make_fronts_check(max_bytes: int) -> Callable[[Any], list[Any]]:
-    """Return a check that accepts only a number, followed for each entry by an error, or by its size and at most ``max_bytes`` bytes."""
+    """Return a check that accepts only a number, then for each entry its size and either an error or at most ``max_bytes`` bytes."""
     check_bytes = make_bytes_check(max_bytes)
 
     def check(reply: Any) -> list[Any]:

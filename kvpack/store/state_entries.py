@@ -82,7 +82,7 @@ def to_pieces(states: States, chunk_key: bytes, position: int, model: Mapping[st
 def read(data: Data, chunk_key: bytes, position: int, model: Mapping[str, str], recipe: str) -> States:
     """Check the entry ``data`` and return its states, as views of it.
 
-    Raises InvalidHeader unless they are the states after the chunk ``chunk_key``, and the same errors as ``container.open_bytes``.
+    Raises InvalidHeader if these are not the states after the chunk ``chunk_key``. Also raises the errors of ``container.open_bytes``.
     """
     from kvpack.cache import files
     from kvpack.cache.states import collect_states

@@ -237,7 +237,7 @@ class Store:
         ids = ids[: packed * ID_BYTES]
         digests = digests[: len(ids) // ID_BYTES // self.chunk]
         require_input_digests(cache, digests, self.chunk)
-        self._loader.set_shape(cache)
+        self._loader.require_shape_of(cache)
         if not requested:
             self._log_short_prefix(cache.tokens)
             return 0

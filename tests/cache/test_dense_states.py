@@ -230,7 +230,7 @@ def test_a_layer_with_unknown_tensors_is_refused_by_name(layer: Any, message: st
 
 @pytest.mark.parametrize("seen", [7, 9])
 def test_a_layer_of_an_unknown_class_must_contain_all_tokens_that_it_saw(seen: int) -> None:
-    with pytest.raises(InvalidParameter, match=rf"layers\[1\]: a Unknown that has seen {seen} tokens contains the keys of 8"):
+    with pytest.raises(InvalidParameter, match=rf"layers\[1\]: the Unknown has seen {seen} tokens but contains the keys of 8"):
         kvpack.pack(with_layer(Unknown(seen, is_sliding=True)), "raw")
     assert [layer.tokens for layer in kvpack.pack(with_layer(Unknown(8)), "raw")] == [8, 8]
     assert kvpack.pack(with_layer(WithMore({"settings": (1, "a", None, torch.float32)})), "raw").tokens == 8
@@ -249,7 +249,7 @@ def test_unknown_kinds_of_caches_are_refused_by_name() -> None:
     with pytest.raises(InvalidParameter, match=r"layers\[1\] is a Fp8QuantizedLayer: its _quantized_keys and _quantized_values"):
         kvpack.pack(with_layer(quantized), "raw")
     for empty in (DynamicCache(), DynamicCache(config=config), StaticCache(config=config, max_cache_len=8)):
-        with pytest.raises(InvalidParameter, match="Cache has no keys and values yet: run a forward pass"):
+        with pytest.raises(InvalidParameter, match="Cache has no keys or values yet: run a forward pass"):
             kvpack.pack(empty, "raw")
     with pytest.raises(InvalidType, match="not a KV cache"):
         kvpack.pack(object(), "raw")

@@ -209,7 +209,7 @@ def with_code(name: str, part: str, code: int) -> dict[str, Any]:
         (changed("fp8 tensor", scales=torch.ones(1).bfloat16()), InvalidType, "scales has dtype torch.bfloat16, expected float32"),
         (
             changed("fp8 tensor", global_scale=torch.ones(1)), InvalidParameter,
-            "scales has dtype torch.float32, which needs no global_scale",
+            "scales has dtype torch.float32, which takes no global_scale",
         ),
         (changed("nvfp4", global_scale=None), InvalidParameter, "pass global_scale too"),
         (changed("nvfp4", global_scale=torch.ones(1).half()), InvalidType, "global_scale is torch.float16, expected float32"),

@@ -97,8 +97,8 @@ def test_device_saves_equal_cpu_saves(recipe: str, piece_bytes: int, tmp_path: P
 
 def test_caches_without_layers_tokens_or_sides_are_loaded(tmp_path: Path) -> None:
     x = torch.randn(1, 2, 5, 64)
-    for number, pairs in enumerate(([], [(x[:, :, :0], x[:, :, :0])], [(x, None), (None, x)])):
-        cache = kvpack.pack(pairs, "octopus-3")
+    packed = [kvpack.pack(pairs, "octopus-3") for pairs in ([(x[:, :, :0], x[:, :, :0])], [(x, None), (None, x)])]
+    for number, cache in enumerate((kvpack.Cache([], packed[0].recipe), *packed)):
         save_from(LateCopyQueue(), cache, tmp_path / "a")
         assert (tmp_path / "a").stat().st_size == cache.nbytes, number
         kvpack.save(cache, tmp_path / "b")
@@ -443,7 +443,7 @@ def test_cold_files_bypass_the_page_cache(
     monkeypatch.setattr(staged_load, "is_cold", lambda *_: way != "cached")
     monkeypatch.setattr(staged_load, "open_direct", open_direct)
     queue = LateCopyQueue()
-    found = [piece.clone() for piece in staged_load.staged(copies, file, queue, staged_load.STAGING_BYTES, set(), set())]
+    found = [piece.clone() for piece in staged_load.stage_bytes(copies, file, queue, staged_load.STAGING_BYTES, set(), set())]
     assert b"".join(piece.numpy().tobytes() for piece in found) == expected
     assert len(opened) == (way != "cached")
     for descriptor in opened:

@@ -266,7 +266,7 @@ def test_a_cache_with_tokens_at_other_positions_is_refused() -> None:
     cache = prefill(small_model(), token_ids(1, 25))
     layer = cache.layers[1]
     layer.get_seq_length = lambda: 30
-    with pytest.raises(InvalidParameter, match=r"layers\[1\]: a DynamicLayer that has seen 30 tokens contains the keys of 25"):
+    with pytest.raises(InvalidParameter, match=r"layers\[1\]: the DynamicLayer has seen 30 tokens but contains the keys of 25"):
         pack(cache, "kivi-2")
 
 

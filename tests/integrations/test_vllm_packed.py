@@ -140,7 +140,7 @@ class Engine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, recipe: str = "raw") -> None:
         self.groups = (ATTENTION, STATES)
         self.layers = [device_blocks(group, number) for number, group in enumerate(self.groups)]
-        self.codecs = [PageCodec(group.recipe(recipe), group.geometry, namespace=bytes([n] * 32)) for n, group in enumerate(self.groups)]
+        self.codecs = [PageCodec(x.page_recipe(recipe), x.geometry, namespace=bytes([n] * 32)) for n, x in enumerate(self.groups)]
         self.cell = max(codec.nbytes for codec in self.codecs) * PER_CHUNK
         self.memory = torch.zeros(6, self.cell + 100, dtype=torch.int8)
         self.released: list[bool] = []
@@ -602,7 +602,7 @@ def test_latents_are_two_sides_of_a_block() -> None:
     group = Group(LAYERS, TOKENS, TOKENS * 576 * 2, "latents", 1, 512, 64, "bf16")
     layers = [torch.randn(3, TOKENS * 576, generator=torch.Generator().manual_seed(n)).bfloat16().view(torch.int8) for n in range(LAYERS)]
     pages = group.buffer("", layers)
-    codec = PageCodec(group.recipe("octopus-4"), group.geometry)
+    codec = PageCodec(group.page_recipe("octopus-4"), group.geometry)
     row = bytearray(codec.nbytes)
     assert codec.encode_into(pages, [2], [row]) == [None]
     assert codec.decode_into([row], pages, [0]) == [None]

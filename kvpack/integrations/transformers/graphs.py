@@ -52,15 +52,15 @@ _NOT_CAPTURED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 class StepGraphs:
-    """The decode steps of a model over the KvpackCache ``cache`` as CUDA graphs. ``layer_index`` is the index of a layer with tokens.
+    """CUDA graphs of a model's decode steps over the KvpackCache ``cache``. ``layer_index`` is the index of a layer with tokens.
 
-    A step is a pass of one new token per sequence, with only token ids, positions and a mask of padding on the left. The first steps of a
-    series run normally, and then one is captured. During the capture, the cache reports a wrong length, and the first replay must return
-    the same result as the step without a graph, bit for bit. Therefore, a step that depends on values on the host gets no graph, and
-    a KvpackWarning reports this. Any other pass ends the series and discards its graph.
+    A step is a forward pass over one new token per sequence, with only token ids, positions and a left-padding mask. The first steps of a
+    series run without a graph, and then one is captured. To detect steps that depend on values on the host, the cache reports a wrong
+    length during the capture, and the first replay must match the step without a graph bit for bit. Otherwise no graph is used, and a
+    KvpackWarning reports why. Any other pass ends the series and discards its graph.
 
-    Unless the user ``requested`` graphs, they are used only for models whose code is all from PyTorch and transformers, and there are no
-    warnings.
+    Graphs that the user has not ``requested`` are used only for models whose code is entirely from PyTorch and transformers, and never
+    cause a warning.
     """
 
     def __init__(self, cache: Any, layer_index: int, requested: bool) -> None:

@@ -49,7 +49,7 @@ class Group:
             return PageGeometry(self.layers, 1, self.tokens, self.dim, self.rotary_dim, self.dtype)
         return PageGeometry.of_bytes(self.page_bytes, self.layers)
 
-    def recipe(self, recipe: str) -> str:
+    def page_recipe(self, recipe: str) -> str:
         """Return the recipe for the group's pages, derived from ``recipe``. RoPE channels are kept unchanged."""
         return {"attention": recipe, "latents": f"{recipe};v=raw"}.get(self.kind, "raw")
 

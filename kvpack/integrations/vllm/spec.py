@@ -69,7 +69,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         self.codecs = [
             [
                 PageCodec(
-                    Recipe(group.recipe(self._recipe), given.basis),
+                    Recipe(group.page_recipe(self._recipe), given.basis),
                     group.geometry,
                     threads=threads,
                     namespace=self._row_namespace(number, rank),

@@ -117,7 +117,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
             }  # fmt: skip
             if len(groups) > 1 or group.kind != "attention":
                 shape["group"] = repr(cache_group)
-            given = Recipe(group.recipe(packed.text), packed.basis)
+            given = Recipe(group.page_recipe(packed.text), packed.basis)
             identity = page_identity(config, given, shape, revision, adapter, tenant)
             store = PageStore(location, identity, group.geometry, threads=threads, jobs=2, max_bytes=max_bytes, encryption=encryption)
             self.stores[named.group_id] = GroupStore(store, group.buffer(layout, [memory[:, offset:] for offset in block_offsets]))

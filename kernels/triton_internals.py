@@ -6,15 +6,17 @@ Triton documents its language and launches, but not the handles of compiled kern
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.runtime import _async_compile, driver
+from triton.runtime import _async_compile, cache, driver
 
 from kvpack.formats.errors import KvpackError
 
@@ -100,6 +102,13 @@ def _source_key(value: Any) -> str:
         return getattr(value, "cache_key", None) or repr(value)
     check_assumption(isinstance(value.cache_key, str), "a function's cache_key to be text that changes with its source", value.cache_key)
     return str(value.cache_key)
+
+
+def cached_binary(key: str, name: str, build: Callable[[], bytes]) -> bytes:
+    """Return the file ``name`` for ``key`` in Triton's cache. If it is missing, ``build`` makes its contents."""
+    manager = cache.get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    path = manager.get_file(name) or manager.put(build(), name)
+    return Path(path).read_bytes()
 
 
 class Compilation(NamedTuple):

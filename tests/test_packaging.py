@@ -152,6 +152,7 @@ READ_AT_RUN_TIME = (
     "kvpack/demo/",
     "kvpack/formats/trellis_tables.bin",
     "kvpack/javascript/",
+    "kvpack/kernels/cuda/attend_scalar.cu",
     "kvpack/viewer/",
 )
 COMPRESS_WHEEL = runpy.run_path(str(ROOT / ".ci" / "backend" / "compress_wheel.py"))["compress_wheel"]

@@ -14,6 +14,7 @@ import triton
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kvpack.kernels.cuda import attend_scalar
 from kvpack.kernels.gpu import gpu
 from kvpack.kernels.tiles.layers import Layer, keys_and_values
 from kvpack.kernels.triton_internals import CachedLaunch, LaunchChain
@@ -124,7 +125,11 @@ class GrowingCall:
         """Switch to the current pages of ``layer``. Returns True if the launches changed; CUDA graphs must then be captured again."""
         launches = self._plan_launches(layer)
         same = len(launches) == len(self._launches) and all(
-            new.constants == old.constants and new.k.matches(old.k) and new.v.matches(old.v) and _has_room(old, new)
+            new.constants == old.constants
+            and new.kernel is old.kernel
+            and new.k.matches(old.k)
+            and new.v.matches(old.v)
+            and _has_room(old, new)
             for new, old in zip(launches, self._launches, strict=True)
         )
         if not same:
@@ -144,7 +149,9 @@ class GrowingCall:
     def _plan_launches(self, layer: Layer) -> list[Launch]:
         k, v = keys_and_values(layer)
         whole = 0, k.tokens
-        return plan.plan_launches(k, v, 0, k.tokens, whole, self._shape.padded // self._shape.block, self._dual, growing=True)
+        same_tokens = attend_scalar.supports_call(self._shape, self._options)
+        row_blocks = self._shape.padded // self._shape.block
+        return plan.plan_launches(k, v, 0, k.tokens, whole, row_blocks, self._dual, same_tokens, growing=True)
 
     def _prepare(self, launches: list[Launch]) -> None:
         device = launches[0].tables[0].device

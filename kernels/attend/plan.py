@@ -15,6 +15,7 @@ import numpy
 import torch
 
 from kvpack.formats.columns import next_power_of_two
+from kvpack.kernels.cuda import attend_scalar
 from kvpack.kernels.gpu import gpu
 from kvpack.kernels.loaders.key_mean import PRODUCT_BYTES
 from kvpack.kernels.loaders.tiles import NEIGHBORS, Tiles
@@ -29,6 +30,7 @@ from . import segments
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
+    from kvpack.kernels.cuda.attend_scalar import ScalarKernel
     from kvpack.kernels.tiles.layers import Layer, Side
 
     from .segments import Frame, Segment, SideSegment
@@ -72,7 +74,7 @@ class Launch:
     ``keep_alive`` contains the tensors whose addresses are in the work table. ``programs`` is the number of programs that the device runs
     concurrently for each sequence and block of query rows. ``has_tail`` is True if some tokens are in a raw tail, and ``tail_only`` if all
     are. ``balanced`` is True if programs are distributed evenly over the multiprocessors, even while another kernel finishes on some of
-    them.
+    them. ``kernel`` is a kernel that replaces ``split.attend_split``, or None.
     """
 
     k: Frame
@@ -86,11 +88,12 @@ class Launch:
     has_tail: bool
     tail_only: bool
     balanced: bool
+    kernel: ScalarKernel | None = None
 
     @property
     def parts(self) -> int:
         """Number of partial results that the launch writes for each query row."""
-        return self.work.shape[0] * self.shape.warps
+        return self.work.shape[0] * (self.shape.warps if self.kernel is None else 1)
 
     @property
     def dual(self) -> bool:
@@ -110,20 +113,23 @@ def _choose_loaders(k: Codec, v: Codec, dual: int) -> tuple[Tiles, Tiles]:
     return result
 
 
-def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: int) -> list[Launch]:
+def launches(
+    k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: int, same_tokens: bool
+) -> list[Launch]:
     """Return the launches that attend to tokens ``[begin, end)``. They are cached with ``layer``.
 
-    Every query attends to all tokens in the range ``whole``. ``dual`` is as in ``frame_columns.loader``.
+    Every query attends to all tokens in the range ``whole``. ``dual`` is as in ``frame_columns.loader``. ``same_tokens`` is True if
+    ``attend_scalar.supports_call``.
     """
     cached = _plans.setdefault(layer, {})
-    key = (begin, end, whole, row_blocks, dual, addresses.uses_inline_ptx(k.device))
+    key = (begin, end, whole, row_blocks, dual, same_tokens, addresses.uses_inline_ptx(k.device))
     if key not in cached:
-        cached[key] = plan_launches(k, v, begin, end, whole, row_blocks, dual)
+        cached[key] = plan_launches(k, v, begin, end, whole, row_blocks, dual, same_tokens)
     return cached[key]
 
 
 def plan_launches(
-    k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: int, growing: bool = False
+    k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: int, same_tokens: bool, growing: bool = False
 ) -> list[Launch]:
     """Uncached implementation of ``launches``. For a ``growing`` layer, work tables stay on the host."""
     fast = addresses.uses_inline_ptx(k.device)
@@ -144,7 +150,11 @@ def plan_launches(
             result = segments.decode_segments(result, frame_columns.key_columns(kernel.k.codec, dual), "k")
         if kernel.v_decoded:
             result = segments.decode_segments(result, frame_columns.columns(kernel.v.codec, dual), "v")
-        launches.append(_plan_launch(result, kernel.k, kernel.v, whole, sequences, dual, k.device, fast, growing))
+        arguments = result, kernel.k, kernel.v, whole, sequences, dual, k.device, fast, growing
+        launch = _plan_launch(*arguments, same_tokens)
+        if launch.kernel is not None and not _reads_whole_rows(launch):
+            launch = _plan_launch(*arguments, False)
+        launches.append(launch)
     return launches
 
 
@@ -158,6 +168,7 @@ def _plan_launch(
     device: torch.device,
     fast: bool,
     growing: bool,
+    same_tokens: bool,
 ) -> Launch:
     k_tiles, v_tiles = _choose_loaders(segments[0].k.codec, segments[0].v.codec, dual)
     shared, tables, table_offsets = device_tables.load_tables(k_tiles, v_tiles, device, fast, table_budget(k_tiles, v_tiles))
@@ -167,6 +178,13 @@ def _plan_launch(
     share = tokens * sequences // properties.multiprocessors
     shape = choose_shape(k_tiles, v_tiles, shared.nbytes, share, alignment, fast)
     tile_tokens = shape.warps * shape.tiles * shape.tokens * (2 if k_tiles.dual or v_tiles.dual else 1)
+    kernel = None
+    if same_tokens and len(segments) * sequences <= properties.multiprocessors:
+        codecs = segments[0].k.codec, segments[0].v.codec
+        kernel = attend_scalar.find_kernel(*codecs, k_tiles, v_tiles, dual, share, device)
+    if kernel is not None:
+        tile_tokens = kernel.shape.warps * attend_scalar.TOKENS
+        shape = LaunchShape(kernel.shape.warps, 1, attend_scalar.TOKENS, 1, kernel.shape.blocks, True)
     min_programs = 1 if k_tiles.means is None else _min_programs(segments, k_tiles.means.tokens, tile_tokens)
     programs = choose_programs(shape, tokens, tile_tokens, sequences, properties.multiprocessors, min_programs)
     if segments[0].k.page is segments[0].v.page is None and tokens <= programs * tile_tokens:
@@ -214,7 +232,14 @@ def _plan_launch(
     work = torch.from_numpy(rows)
     in_tail = [segment.k.page is None or segment.v.page is None for segment in segments]
     work = work if growing else work.to(device)
-    return Launch(k, v, shape, work, tables, constants, tuple(keep_alive), programs, any(in_tail), all(in_tail), shape.balanced)
+    return Launch(k, v, shape, work, tables, constants, tuple(keep_alive), programs, any(in_tail), all(in_tail), shape.balanced, kernel)
+
+
+def _reads_whole_rows(launch: Launch) -> bool:
+    """Return True if all rows of codes are aligned for ``attend_scalar``, and the tokens of a tile are in one page of means."""
+    rows = [stream for side in "KV" for stream in launch.constants[side].streams if stream.row_bytes >= attend_scalar.ALIGNMENT]
+    aligned = all(stream.aligned == attend_scalar.ALIGNMENT for stream in rows)
+    return aligned and (launch.constants["K"].means is None or launch.constants["K"].means.whole)
 
 
 def _min_programs(segments: list[Segment], page_tokens: int, tile: int) -> int:

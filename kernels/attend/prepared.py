@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvpack.formats.base import Codec
+    from kvpack.kernels.cuda.attend_scalar import ScalarKernel
 
     from .plan import Launch
     from .segments import Frame
@@ -321,6 +322,10 @@ class PreparedCall:
         result: list[_LaunchTensors] = []
         start = 0
         for launch, lengths, products in zip(self.launches, masked, self._mean_products, strict=True):
+            if launch.kernel is not None:
+                result.append(self._prepare_scalar(launch, launch.kernel, start, position, lengths))
+                start += launch.parts
+                continue
             items = launch.work.shape[0]
             rows = 2 * max(MIN_ROWS // 2, next_power_of_two(shape.rows)) if launch.dual or launch.constants["V"].paired else shape.block
             tables, means = launch.constants["TABLES"].nbytes, launch.constants["K"].means
@@ -348,6 +353,23 @@ class PreparedCall:
             result.append((run, [*arguments, (STARTS, 0)] if options.starts else arguments))
             start += launch.parts
         return result
+
+    def _prepare_scalar(self, launch: Launch, kernel: ScalarKernel, start: int, position: int, lengths: bool) -> _LaunchTensors:
+        """Return the launch of ``kernel`` for ``launch``, whose partial results begin with part ``start``."""
+        shape, k = self.shape, launch.constants["K"]
+        rotated = self._rotated_offsets[launch.k]
+        run = kernel.launch(
+            launch.work.shape[0] * shape.sequences, k.means.pages if k.means else 0, self._dependent,
+            (
+                launch.work.shape[0], shape.heads, shape.rows, shape.padded, start, self._parts, self._columns, k.columns,
+                min(UNLIMITED, position + shape.q_len), int(lengths), int(start == 0),
+            ),
+        )  # fmt: skip
+        mean_q = rotated + shape.sequences * shape.padded * k.columns if k.means else 0
+        return run, [
+            *self._part_locations, (SCRATCH, rotated), (SCRATCH, self._scales[launch.k]), (SCRATCH, mean_q), (launch.work, 0),
+            (kernel.constants, 0), (LENGTHS if lengths else launch.work, 0),
+        ]  # fmt: skip
 
     @property
     def _part_locations(self) -> list[tuple[int, int]]:

@@ -647,7 +647,7 @@ def test_tiles_with_many_tokens_agree_with_exact_attention(begin: int, monkeypat
     k, v = random_side(k_codec, 1, (420,), 5, 1), random_side(v_codec, 1, (begin, 420 - begin) if begin else (420,), 5, 2)
     check_attention(Layer(k, v), 2)
     if not INTERPRETED:
-        launches = plan.launches(k.to(DEVICE), v.to(DEVICE), Layer(k, v), 0, 420, (0, 420), 1, dual=False)
+        launches = plan.launches(k.to(DEVICE), v.to(DEVICE), Layer(k, v), 0, 420, (0, 420), 1, 0, False)
         assert {launch.shape.tokens for launch in launches} == ({32} if begin else {64})
 
 

@@ -196,7 +196,7 @@ WITH_VBMI2 static int64_t rans_steps_of_few(RansRun *runs, const FewSymbols *few
         int enough = 1;
         UNROLLED for (int r = 0; r < MAX_CHUNKS; r++) enough &= at[r] + RANS_LANES <= runs[r].count;
         if (!enough) break;
-        UNROLLED for (int r = 0; r < MAX_CHUNKS; r++) rans_step_of_few(&runs[r], i, few, &state[r], &at[r]);
+        UNROLLED for (int r = 0; r < MAX_CHUNKS; r++) rans_step_of_few(&runs[r], i, &few[r], &state[r], &at[r]);
     }
     for (int r = 0; r < MAX_CHUNKS; r++) {
         uint16_t high[RANS_LANES], low[RANS_LANES];
@@ -211,10 +211,14 @@ WITH_VBMI2 static int64_t rans_steps_of_few(RansRun *runs, const FewSymbols *few
 /* Decodes steps of MAX_CHUNKS chunks as rans_steps does. */
 static int64_t rans_steps_of_all(RansRun *runs) {
 #ifndef __clang__
-    FewSymbols few;
-    int same = __builtin_cpu_supports("avx512vbmi2");
-    for (int r = 1; r < MAX_CHUNKS; r++) same &= runs[r].slots == runs[0].slots;
-    if (same && few_symbols(runs[0].slots, &few)) return rans_steps_of_few(runs, &few);
+    FewSymbols few[MAX_CHUNKS];
+    int fit = __builtin_cpu_supports("avx512vbmi2");
+    for (int r = 0; r < MAX_CHUNKS && fit; r++)
+        if (r && runs[r].slots == runs[0].slots)
+            few[r] = few[0];
+        else
+            fit = few_symbols(runs[r].slots, &few[r]);
+    if (fit) return rans_steps_of_few(runs, few);
 #endif
     return rans_steps(runs, MAX_CHUNKS, ONE_TABLE, 0);
 }

@@ -272,7 +272,7 @@ def verdict(report: dict[str, Any]) -> list[str]:
     if good:
         lines.append(f"Verdict: {good[-1]} is good enough: the smallest recipe here whose KL is at most {limit:g}.")
     else:
-        lines.append(f"Verdict: no recipe here has a KL of at most {limit:g}: try kvpack-4, fp8 or lossless, or test your own task.")
+        lines.append(f"Verdict: no recipe here has a KL of at most {limit:g}: try recipes with more bits, or lossless.")
     if len(report["uncompressed"]["windows"]) == 1:
         lines.append("One window is only a first look: measure more before you decide.")
     return lines

@@ -119,12 +119,13 @@ def _load_kernel(
         "MEAN_BITS": means.bits if means else 0, "MEAN_SHIFT": means.tokens.bit_length() - 1 if means else 0,
         "WARPS": shape.warps, "BLOCKS": shape.blocks, "STAGES": shape.stages,
     }  # fmt: skip
+    levels = torch.nn.functional.pad(signed_values(k.magnitude_table, torch.device("cpu")).half(), (0, LEVELS - 2**k.bits))
+    places = [torch.tensor([order.index(channel) for channel in range(DIM)], dtype=torch.int16, device="cpu") for order in orders]
+    # In a new thread, this copy makes the context of the device current, which loading the kernel needs.
+    numbers = torch.cat([levels.view(torch.int16), *places]).to(device)
     path, threads = Path(__file__).with_suffix(".cu"), 32 * shape.warps
     kernel = nvrtc.load_kernel(path, constants, gpu(device).capability, threads, MIN_SHARED_BYTES, device)
     if kernel is None:
         return None
-    levels = torch.nn.functional.pad(signed_values(k.magnitude_table, torch.device("cpu")).half(), (0, LEVELS - 2**k.bits))
-    places = [torch.tensor([order.index(channel) for channel in range(DIM)], dtype=torch.int16) for order in orders]
-    numbers = torch.cat([levels.view(torch.int16), *places])
     tile_bytes = shape.warps * TOKENS * (shape.stages * 2 * PACKINGS[k.bits].row_bytes + FACTOR_BYTES)
-    return ScalarKernel(kernel, shape, numbers.to(device), TABLE_BYTES + tile_bytes + numbers.nbytes + 2 * MAX_ROWS * DIM)
+    return ScalarKernel(kernel, shape, numbers, TABLE_BYTES + tile_bytes + numbers.nbytes + 2 * MAX_ROWS * DIM)

@@ -53,8 +53,8 @@ class Kernel:
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         with torch.cuda.device(device):
             _check(self._driver.cuModuleLoadData(ctypes.byref(module), binary), "CUDA cannot load the kernel")
-        _check(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), f"CUDA finds no kernel {name}")
-        error = self._driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+            _check(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), f"CUDA finds no kernel {name}")
+            error = self._driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
         _check(error, f"the CUDA driver refuses {shared_bytes} bytes of dynamic shared memory")
 
     def launcher(self, shared_bytes: int, overlap: bool, integers: Sequence[int]) -> Callable[..., None]:

@@ -89,6 +89,12 @@ def test_sequences_may_be_shorter(lengths: list[int]) -> None:
     check_attention(layer, 1, lengths=lengths)
 
 
+def test_new_tensors_may_be_on_another_device_by_default() -> None:
+    layer = layer_of("3 bits", (144,), 0)
+    with torch.device("meta"):
+        assert replaced_launches(layer, 2) == [True]
+
+
 def test_launches_stay_the_same_while_a_layer_grows() -> None:
     from kvpack.kernels.attend.growing import GrowingCall
     from kvpack.kernels.attend.prepared import AttendOptions

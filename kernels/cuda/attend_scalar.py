@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 DIM, MAX_ROWS, LEVELS = 128, 4, 16
 """Head dim, maximum number of query rows per KV head, and entries for decoded values of single codes."""
 
-TOKENS = 16
-"""Number of tokens that a warp processes together."""
+TOKENS, MIN_MEAN_TOKENS = 16, 64
+"""Number of tokens that a warp processes together, and minimum number per page mean. With fewer, blocks would be too short for a table."""
 
 PACKINGS = {bits: Columns(DIM, (2**bits,), fields) for bits, fields in ((2, 8), (3, 8), (4, 4))}
 """Supported packings of codes, by the number of bits."""
@@ -93,7 +93,7 @@ def find_kernel(k: Codec, v: Codec, k_tiles: Tiles, v_tiles: Tiles, dual: int, t
     if packing is None or not keys.packings() == values.packings() == {"codes": packing} or tokens < MIN_TOKENS[keys.bits]:
         return None
     means = k_tiles.means
-    if means is not None and (means.tokens % TOKENS or not is_power_of_two(means.tokens)):
+    if means is not None and (means.tokens < MIN_MEAN_TOKENS or not is_power_of_two(means.tokens)):
         return None
     has_sidecars = any(tiles.signs or tiles.outliers for tiles in (k_tiles, v_tiles))
     if has_sidecars or max(FACTOR_BITS[keys.norm], FACTOR_BITS[values.norm]) > 16 or not _can_run(device):

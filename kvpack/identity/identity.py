@@ -190,7 +190,7 @@ class Identity:
         tenant: Owner of the entries, as any text. All users without a tenant share the empty one.
         config: Digest of the configuration, the modules with their settings and quantization, and the buffers.
         extra: Anything else that affects the values, such as a forward hook (spec/notes.md lists what kvpack detects).
-        digests: Digests of the weights, for comparison with caches if ``weights`` is a revision. Not in keys.
+        digests: Digests of all weights and of a sample of them, for comparison with caches that record either kind. Not in keys.
         windows: Sliding window of each layer in tokens, or None for full attention. Stores load only tokens within the windows. Not in
             keys.
         keeps_states: True if layers have recurrent or convolution states, which a stored prefix must then include.
@@ -317,7 +317,7 @@ class Identity:
 
         If both ``digests`` and ``weights`` are set, no weights are read.
         """
-        from .fingerprint import check_deterministic, config_digest, digest_weights, dtype_text, model_name
+        from .fingerprint import check_deterministic, config_digest, digest_weights, dtype_text, model_name, weights_sample
         from .modules import base_model
         from .rope import rope_json
 
@@ -326,7 +326,7 @@ class Identity:
         if digests is None:
             digests = ()
             with contextlib.nullcontext() if weights is None else contextlib.suppress(InvalidParameter):
-                digests = (digest_weights(model_parts).text,)
+                digests = digest_weights(model_parts).text, weights_sample(model_parts)
         return cls(
             model=model_name(getattr(base.config, "name_or_path", "") or "") if name is None else name,
             recipe=parse_recipe(recipe),

@@ -34,7 +34,7 @@ from kvpack.formats import rans
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.transform import SCOPES, default_chunk
 from kvpack.identity.rope import max_uniform_length
-from kvpack.integrations.transformers.models import Model, model_identity
+from kvpack.integrations.transformers.models import Model, identity_for, model_identity
 from kvpack.models import import_transformers, load_model, model_folder
 from kvpack.output import step_counter
 
@@ -368,7 +368,7 @@ def folder_identity(folder: Path, dtype: str = "auto") -> dict[str, str]:
 
 def check_basis(basis: Basis, folder: Path) -> None:
     """Raise InvalidParameter if ``basis`` is not for the model in ``folder``."""
-    basis.check_model(folder_identity(folder))
+    basis.check_model(identity_for(_load_weights(folder, "auto"), basis))
 
 
 def _load_weights(folder: Path, dtype: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +17,13 @@ from torch import nn
 
 import kvpack
 from kvpack.formats.errors import InvalidParameter
+from kvpack.identity.canonical_text import sample_values, to_json_value
 from kvpack.identity.rope import longest_sequence
 
 transformers = pytest.importorskip("transformers")
 
 from kvpack.integrations.transformers import KvpackCache, recording  # noqa: E402
+from kvpack.integrations.transformers.models import sample_digest  # noqa: E402
 from support.small_models import SIZES, identity, run_elsewhere, small_llama  # noqa: E402
 
 
@@ -447,12 +449,28 @@ def test_the_callers_description_is_part_of_the_key(tmp_path: Any) -> None:
     assert not set(plain.keys(range(64))) & set(hooked.keys(range(64)))
 
 
+def test_samples_read_together_equal_samples_read_separately() -> None:
+    values = torch.randn(7, 300, generator=torch.Generator().manual_seed(0))
+    named: list[tuple[str, Any]] = [
+        ("long", values), ("not contiguous", values.T), ("half", values.to(torch.bfloat16)), ("byte", values.to(torch.float8_e4m3fn)),
+        ("flags", values > 0), ("integers", values.to(torch.int64)), ("few", values[0, :3]), ("part", values[2:5, 10:90]),
+        ("none", values[:0]), ("scalar", values[0, 0]), ("text", "x"),
+    ]  # fmt: skip
+    assert sample_values(named, 64) == [to_json_value(name, value, 64) for name, value in named]
+    with pytest.raises(InvalidParameter, match="lost is on the meta device"):
+        sample_values([*named, ("lost", torch.empty(3, device="meta"))], 64)
+
+
 @pytest.mark.parametrize("weights", [None, "a revision"])
 def test_a_cache_computed_with_other_weights_is_not_stored(weights: str | None, tmp_path: Any) -> None:
-    """The cache is refused even if the caller created the store's identity."""
+    """The cache is refused even if the caller created the store's identity.
+
+    Caches of earlier versions, which name only a sample of the weights, are refused too.
+    """
     model, ids = small_llama(), torch.arange(3, 35)[None]
     with torch.no_grad(), KvpackCache(model, "octopus-3") as cache:
         model(ids, past_key_values=cache)
+        old = replace(cache.packed, model={**cache.packed.model, "weights": sample_digest(model)})
     for changed in (False, True):
         with torch.no_grad():
             model.model.layers[0].self_attn.k_proj.weight.mul_(2 if changed else 1)
@@ -461,8 +479,12 @@ def test_a_cache_computed_with_other_weights_is_not_stored(weights: str | None, 
             if changed:
                 with pytest.raises(InvalidParameter, match=r"weights of the cache's model is 'sha256:.*but .* identity has 'sha256:"):
                     store.save(ids, cache)
+                with pytest.raises(
+                    InvalidParameter, match=r"weights of the cache's model is 'sample-sha256:.*but the store's identity has"
+                ):
+                    store.save(ids, old)
             else:
-                assert store.save(ids, cache) == 32
+                assert store.save(ids, old) == store.save(ids, cache) == 32
 
 
 def test_attributes_may_be_removed_while_a_model_is_read() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvpack.errors import InvalidParameter, KvpackWarning
 from kvpack.identity.fingerprint import digest_weights
 from kvpack.identity.modules import list_model_parts
 from kvpack.integrations.transformers import KvpackCache, recording
+from kvpack.integrations.transformers.models import sample_digest
 from support.small_models import small_llama
 
 IDS = torch.arange(40)[None]
@@ -200,7 +202,7 @@ def test_equal_weights_identify_the_same_model(change: Callable[[Any], Any], tmp
 
 
 def test_the_digest_combines_digests_of_single_weights() -> None:
-    """Threads and tied weights do not affect the digest."""
+    """Threads and tied weights do not affect the digest, and the sample digest is still that of the first stores."""
     import hashlib
     import json
 
@@ -352,6 +354,28 @@ def test_a_cache_keeps_no_weights_and_names_deleted_models() -> None:
     assert dict(cache.packed.model) == expected
     gc.collect()
     assert alive() is None
+
+
+def test_an_old_file_is_compared_by_its_sample_with_one_warning(tmp_path: Path) -> None:
+    model = small_llama()
+    packed = kvpack.load(saved(model, tmp_path / "file"))
+    old = replace(packed, model={**packed.model, "weights": sample_digest(model)})
+    kvpack.save(old, tmp_path / "old")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        KvpackCache.load(tmp_path / "old", model).release()
+    found = [str(one.message) for one in told if issubclass(one.category, KvpackWarning) and "sample" in str(one.message)]
+    assert len(found) == 1
+    assert "is from an earlier version of kvpack, which recorded only a sample of the model's weights" in found[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KvpackWarning)
+        with KvpackCache.load(tmp_path / "old", model) as cache:
+            model(FOLLOWING, past_key_values=cache)
+            # It does not come to know more than it knew.
+            assert cache.packed.model["weights"] == old.model["weights"]
+        add_everywhere(model)
+        with pytest.raises(InvalidParameter, match="a model whose weights are 'sample-sha256:"):
+            KvpackCache.load(tmp_path / "old", model)
 
 
 def test_unreadable_weights_are_reported(tmp_path: Path) -> None:

@@ -177,10 +177,10 @@ def test_a_basis_recognizes_its_model(basis: Path) -> None:
     found = Basis.load(basis)
     assert found.model["weights"].startswith("sha256:")
     found.check_model({"name": "elsewhere/tinylm", "weights": found.model["weights"]})
-    found.check_model({"weights": "files-xxh3:0"})
-    found.check_model({"weights": "files-xxh3:0"}, ["files-xxh3:0", found.model["weights"]])
+    found.check_model({"weights": "sample-sha256:0"})
+    found.check_model({"weights": "sample-sha256:0"}, ["sample-sha256:0", found.model["weights"]])
     with pytest.raises(InvalidParameter, match=r"model whose name is .*tinylm', but the name of the cache's model is 'another'"):
-        found.check_model({"name": "another", "weights": "files-xxh3:0"})
+        found.check_model({"name": "another", "weights": "sample-sha256:0"})
     with pytest.raises(InvalidParameter, match="is a basis for a model whose weights are"):
         found.check_model({"weights": "sha256:0"})
     with pytest.raises(InvalidParameter, match=f"its dtype is {found.model['dtype']}, but the cache's is complex64; load the model in "):
@@ -290,7 +290,7 @@ def test_a_basis_knows_the_rope_of_its_model(basis: Path) -> None:
     found.check_model(same)
     with pytest.raises(InvalidParameter, match=r"""whose rope is '\{.*', but the rope of the cache's model is '\{"rope_theta":7\}'"""):
         found.check_model(other)
-    found.check_model({**other, "weights": "files-xxh3:0"})
+    found.check_model({**other, "weights": "sample-sha256:0"})
 
 
 @pytest.mark.parametrize(("suffix", "least"), [("", basis_fit.MIN_COST), (".frames", frames_fit.MIN_COST)])

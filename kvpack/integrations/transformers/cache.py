@@ -31,7 +31,7 @@ from .graphs import ForwardSwitch, step_graphs
 from .hooks import Hooks, models_in, outermost_model
 from .layers import DecodingWarnings, EmptyLayer, PackedLayer, following_layers, live_batch_size
 from .model_state import active_adapters
-from .models import ExpectedLayers, Model, NamedModel, check_identity, execution_device, model_identity
+from .models import ExpectedLayers, Model, NamedModel, check_identity, execution_device, identity_for
 from .pass_calls import PassCalls
 from .positions import RotaryPositions
 from .prompts import as_token_ids, check_rows_known, crop_to_prompt
@@ -108,7 +108,7 @@ class KvpackCache(PassCalls):
         expected = ExpectedLayers(config) if model_properties is None else model_properties
         present = expected.layers_with_tokens()
         # The model is fingerprinted at the first token, but a basis is compared with it now.
-        identity = {} if parsed.basis is None or model is None else model_identity(model)
+        identity = {} if parsed.basis is None or model is None else identity_for(model, parsed.basis)
         windows = expected.windows(len(present))
         self.live = LiveCache(parsed, layers=len(present), sliding_windows=None if keep_all else windows, model=identity)
         self._begin(model, model_properties, inside, expected, None, dense=dense, graphs=graphs)

@@ -29,8 +29,8 @@ from transformers.cache_utils import (
 from kvpack import cache_names
 from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning
-from kvpack.identity.canonical_text import ALL, weights_kind
-from kvpack.identity.fingerprint import digest_weights
+from kvpack.identity.canonical_text import ALL, SAMPLE, weights_kind
+from kvpack.identity.fingerprint import digest_weights, weights_sample
 from kvpack.identity.identity import Identity
 from kvpack.identity.modules import ModelPart, cache_layers, list_model_parts
 
@@ -42,6 +42,7 @@ from .reads import omits_window, reads_kv
 if TYPE_CHECKING:
 
     from kvpack.cache.cache import Cache
+    from kvpack.coding.bases import Basis
     from kvpack.identity.fingerprint import WeightsDigest
 
 _OTHER_ATTENTION = ("kv_lora_rank", "attention_chunk_size")
@@ -257,6 +258,21 @@ def model_identity(model: Any) -> dict[str, str]:
     return name_model(model).identity_fields
 
 
+def identity_for(model: Any, basis: Basis) -> dict[str, str]:
+    """Return ``model_identity(model)``, with the weights digest of the same kind as in ``basis``."""
+    identity = model_identity(model)
+    sampled = weights_kind(basis.model.get("weights", "")) == SAMPLE
+    return {**identity, "weights": sample_digest(model)} if sampled and identity else identity
+
+
+def sample_digest(model: Any) -> str:
+    """Return the digest of a sample of a model's weights, as in files of earlier versions. Empty if the weights cannot be read."""
+    try:
+        return weights_sample(_submodels(model))
+    except InvalidParameter:
+        return ""
+
+
 def current_weights_digest(model: Any) -> str:
     """Return the digest of a model's current weights, or an empty string if they cannot be read."""
     try:
@@ -269,7 +285,7 @@ def check_identity(cache: Cache, model: Any) -> NamedModel:
     """Raise InvalidParameter if the cache identifies a model, and ``model`` is a different one or cannot be identified.
 
     The message states the difference. If digests of both weights are known, they are compared instead of the names, because the same model
-    may be in another folder. Issues a KvpackWarning if weights cannot be read. Returns
+    may be in another folder. Issues a KvpackWarning if weights can be compared only in part, or cannot be read. Returns
     ``name_model(model)``, or an empty NamedModel if the cache identifies no model.
     """
     if not cache.model.get("config"):
@@ -281,7 +297,9 @@ def check_identity(cache: Cache, model: Any) -> NamedModel:
         raise InvalidParameter(f"{reason}: {this.unnamed}; {SAME_MODEL_ADVICE}")
     weights = cache.model.get("weights", "")
     kind = weights_kind(weights)
-    compared = kind == ALL and bool(fields.get("weights"))
+    if kind == SAMPLE:
+        fields["weights"] = sample_digest(model)
+    compared = kind in (ALL, SAMPLE) and bool(fields.get("weights"))
     # Report settings that users change before the digests that change with them.
     for field in ("dtype", "rope", "adapter", "weights" if compared else "name", "config"):
         recorded, actual = cache.model.get(field, ""), fields.get(field, "")
@@ -301,7 +319,14 @@ def check_identity(cache: Cache, model: Any) -> NamedModel:
             raise InvalidParameter(
                 f"the cache was computed by a model whose {field} {verb} {recorded!r}, but this one's {verb} {actual!r}: {remedy}"
             )
-    if kind == ALL and not compared:
+    if kind == SAMPLE and compared:
+        warnings.warn(
+            "the cache is from an earlier version of kvpack, which recorded only a sample of the model's weights. The sample matches, "
+            "but edits to other weights go unnoticed: compute the cache again to record all weights",
+            KvpackWarning,
+            stacklevel=4,
+        )
+    elif kind in (ALL, SAMPLE) and not compared:
         warnings.warn(
             "the weights of the model are not in memory (offloaded, or not loaded yet), so only the name and the configuration were "
             "compared with the cache's: load the model into memory to compare its weights",

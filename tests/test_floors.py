@@ -54,6 +54,7 @@ KERNEL_LEVELS = (
     "decode.klt",
     "decode.unpack",
     "decode.sides",
+    "cuda",
     "attend",
     "pages",
 )

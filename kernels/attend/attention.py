@@ -10,12 +10,11 @@ import os
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from kvpack.kernels.cuda import attend_scalar
 from kvpack.kernels.tiles import addresses, frame_columns, loaders
 from kvpack.kernels.tiles.layers import Layer, keys_and_values
 
 from . import plan, segments
-from .prepared import MAX_ROWS, AttendOptions, PreparedCall, QueryShape
+from .prepared import MAX_ROWS, AttendOptions, PreparedCall, QueryShape, supports_scalar_kernel
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +92,6 @@ def _prepare(q: torch.Tensor, layer: Layer, options: AttendOptions) -> PreparedC
         # Each sequence has its own window, so all tokens need the mask.
         always_visible = end, end
     dual = choose_loaders(shape.rows, k, v)
-    same_tokens = attend_scalar.supports_call(shape, options)
+    same_tokens = supports_scalar_kernel(shape, options)
     launches = plan.launches(k, v, layer, begin, end, always_visible, shape.padded // shape.block, dual, same_tokens)
     return PreparedCall(launches, shape, q.dtype, options, position, dual, v.dim, [options.lengths] * len(launches))

@@ -14,14 +14,13 @@ import triton
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvpack.kernels.cuda import attend_scalar
 from kvpack.kernels.gpu import gpu
 from kvpack.kernels.tiles.layers import Layer, keys_and_values
 from kvpack.kernels.triton_internals import CachedLaunch, LaunchChain
 
 from . import plan, segments
 from .attention import choose_loaders, supports
-from .prepared import UNLIMITED, AttendOptions, PreparedCall, QueryShape
+from .prepared import UNLIMITED, AttendOptions, PreparedCall, QueryShape, supports_scalar_kernel
 
 if TYPE_CHECKING:
     from .plan import Launch
@@ -149,7 +148,7 @@ class GrowingCall:
     def _plan_launches(self, layer: Layer) -> list[Launch]:
         k, v = keys_and_values(layer)
         whole = 0, k.tokens
-        same_tokens = attend_scalar.supports_call(self._shape, self._options)
+        same_tokens = supports_scalar_kernel(self._shape, self._options)
         row_blocks = self._shape.padded // self._shape.block
         return plan.plan_launches(k, v, 0, k.tokens, whole, row_blocks, self._dual, same_tokens, growing=True)
 

@@ -119,7 +119,7 @@ def launches(
     """Return the launches that attend to tokens ``[begin, end)``. They are cached with ``layer``.
 
     Every query attends to all tokens in the range ``whole``. ``dual`` is as in ``frame_columns.loader``. ``same_tokens`` is True if
-    ``attend_scalar.supports_call``.
+    ``prepared.supports_scalar_kernel``.
     """
     cached = _plans.setdefault(layer, {})
     key = (begin, end, whole, row_blocks, dual, same_tokens, addresses.uses_inline_ptx(k.device))

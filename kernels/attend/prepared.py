@@ -16,6 +16,7 @@ from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.sidecars import CodecWithSidecars
+from kvpack.kernels.cuda import attend_scalar
 from kvpack.kernels.gpu import gpu
 from kvpack.kernels.tables import shared_table
 from kvpack.kernels.tiles import device_tables, frame_columns
@@ -108,6 +109,12 @@ class AttendOptions(NamedTuple):
     lengths: bool = False
     sink_logits: bool = False
     starts: bool = False
+
+
+def supports_scalar_kernel(shape: QueryShape, options: AttendOptions) -> bool:
+    """Return True if ``attend_scalar`` may attend: few query rows, which all see the same tokens, to the end or the sequence's length."""
+    same_tokens = shape.q_len == 1 or not options.causal
+    return shape.rows <= attend_scalar.MAX_ROWS and same_tokens and not (options.softcap or options.sliding_window or options.starts)
 
 
 class PreparedCall:

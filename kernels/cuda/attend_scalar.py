@@ -23,7 +23,6 @@ from . import nvrtc
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
-    from kvpack.kernels.attend.prepared import AttendOptions, QueryShape
     from kvpack.kernels.loaders.tiles import PageMeanConstants, Tiles
 
 DIM, MAX_ROWS, LEVELS = 128, 4, 16
@@ -72,12 +71,6 @@ class ScalarKernel:
     def launch(self, blocks: int, mean_pages: int, overlap: bool, integers: tuple[int, ...]) -> nvrtc.CudaLaunch:
         """Return a launch whose integers are those of ``Arguments`` in the source, for programs of up to ``mean_pages`` pages."""
         return nvrtc.CudaLaunch(self.kernel, blocks, self.shared_bytes + MEAN_BYTES * mean_pages, overlap, integers)
-
-
-def supports_call(shape: QueryShape, options: AttendOptions) -> bool:
-    """Return True if all query rows see the same tokens, from the first to the end or to the sequence's length, and are few."""
-    same_tokens = shape.q_len == 1 or not options.causal
-    return shape.rows <= MAX_ROWS and same_tokens and not (options.softcap or options.sliding_window or options.starts)
 
 
 def find_kernel(k: Codec, v: Codec, k_tiles: Tiles, v_tiles: Tiles, dual: int, tokens: int, device: torch.device) -> ScalarKernel | None:

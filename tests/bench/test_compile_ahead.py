@@ -125,8 +125,9 @@ from kvpack.bench import compile_ahead
 
 (k, v), = compile_ahead.random_pairs(compile_ahead.ModelShape(), 300)
 cache = kvpack.pack([(k, v)], RECIPE)
+calls = compile_ahead.calls_to_compile(kvpack.Recipe(RECIPE))
 with compile_ahead.collect_kernels(compile_ahead.representative_gpu(90)) as ahead:
-    for call in compile_ahead.calls_to_compile(kvpack.Recipe(RECIPE)).values():
+    for call in calls.values():
         call()
 with compile_ahead.collect_kernels(compile_ahead.representative_gpu(90)) as kernels:
     live = kvpack.LiveCache.of(cache)

@@ -301,11 +301,9 @@ def test_a_store_works_in_a_forked_process(tmp_path: Path, entry_bytes: int) -> 
     save(store, prompt(2))
     results = FORK.Queue()
     # As another thread of the parent would leave them at that moment.
-    lock = store._counters._lock
-    lock.acquire()
-    child = FORK.Process(target=_save_in_child, args=(store, results), daemon=True)
-    child.start()
-    lock.release()
+    with store._counters._lock:
+        child = FORK.Process(target=_save_in_child, args=(store, results), daemon=True)
+        child.start()
     assert results.get(timeout=600) == (2 * CHUNK, 2 * CHUNK, 2 * CHUNK)
     child.join()
     assert store.match(prompt(2, seed=7)) == 2 * CHUNK

@@ -446,7 +446,7 @@ def test_candidates_that_cannot_store_the_values_are_left_out() -> None:
 def test_candidates_that_do_not_support_the_head_dim_are_left_out() -> None:
     x = torch.randn(1, 1, 32, 7, generator=torch.Generator().manual_seed(0))
     small = x[:, :, :, [0, 1, 2, 3, 4, 5, 6, 0]]
-    exact: Any = SimpleNamespace(pairs=[(small, small), (x, small)], prefix=16)
+    exact: Any = SimpleNamespace(pairs=[(small, small), (x, small)], prefix_tokens=16)
     angle = "angle:n=64,norm=log4"
     with pytest.raises(InvalidParameter, match=r"^no candidate can encode layers\[1\]\.k: codec angle: dim is 7"):
         candidates.pack_candidates(exact, {"k": [angle], "v": [angle]}, FileLength(32, [None, None]))

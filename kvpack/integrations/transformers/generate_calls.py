@@ -27,16 +27,18 @@ class GenerateWatch(ModelChange):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self._wrappers = [method(model) for method in _WATCHED if hasattr(type(model), method.name)]
+        wrappers = [method(model) for method in _WATCHED if hasattr(type(model), method.name)]
         # Copied models have wrappers already.
-        self._wrappers = [wrapper for wrapper in self._wrappers if not isinstance(wrapper.replaced, _WatchedMethod)]
-        for wrapper in self._wrappers:
+        wrappers = [wrapper for wrapper in wrappers if not isinstance(wrapper.replaced, _WatchedMethod)]
+        for wrapper in wrappers:
             setattr(model, wrapper.name, wrapper)
+        # Only the model owns the wrappers: the methods that they replaced may be bound to it, and would keep it alive.
+        self._wrappers = [weakref.ref(wrapper) for wrapper in wrappers]
 
     def undo(self) -> None:
         """Remove the wrappers, unless the user has replaced them."""
         model = self.module()
-        for wrapper in self._wrappers:
+        for wrapper in filter(None, (reference() for reference in self._wrappers)):
             if model is not None and vars(model).get(wrapper.name) is wrapper:
                 delattr(model, wrapper.name)
                 if wrapper.replaced is not None:
